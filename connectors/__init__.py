@@ -1,0 +1,1 @@
+"""Tools that reach enterprise systems, one file each."""

@@ -1,0 +1,1 @@
+"""Wires connectors, domains, stores and engines by name and starts the processes."""

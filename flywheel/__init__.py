@@ -1,0 +1,1 @@
+"""Turns runs into a better adapter, or refuses. Sync throughout."""

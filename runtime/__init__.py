@@ -1,0 +1,1 @@
+"""Runs one task safely and records what happened. Async throughout."""

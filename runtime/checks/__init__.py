@@ -1,0 +1,1 @@
+"""Acceptance checks: one file per family, one verdict for production, rollout and evaluation."""

@@ -1,0 +1,53 @@
+"""The only reader of the environment.
+
+Every process reads its settings once, at start, through `load_settings()`. Defaults are the embedded
+stack under one data directory; URLs in the environment turn the same processes into production.
+"""
+
+from pathlib import Path
+
+from pydantic import AliasChoices, Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    model_config = SettingsConfigDict(
+        env_prefix="NORIA_", frozen=True, extra="ignore", populate_by_name=True
+    )
+
+    home: Path = Path(".noria")
+    """Data directory: everything Noria creates outside `.venv/` lives here."""
+    database_url: str | None = Field(
+        default=None, validation_alias=AliasChoices("NORIA_DATABASE_URL", "DATABASE_URL")
+    )
+    """Postgres; None means the embedded one."""
+    broker_url: str | None = None
+    """Celery's broker; None means the embedded Valkey."""
+    engine_url: str | None = None
+    """OpenAI-compatible base URL (`http://host:port/v1`); None means the embedded engine."""
+    engine_key: SecretStr | None = None
+    model: str | None = None
+    """Hub id or folder of the base model; None means the packaged SmolLM2-135M-Instruct."""
+    host: str = "127.0.0.1"
+    port: int = Field(default=8321, ge=0, le=65535)
+    """Port of the API; 0 picks a free one."""
+    domains: Path | None = None
+    """Folder of the operator's own domains, beside the built-in ones."""
+    concurrency: int = Field(default=16, ge=1, le=1000)
+    """Runs one runner process executes at once."""
+    lease_seconds: float = Field(default=15.0, gt=0)
+    """How long a silent runner keeps its runs."""
+    api_url: str | None = None
+    """Where the CLI and the UI find the API; None means the running `up` of this home."""
+    api_key: SecretStr | None = None
+    """None means the bootstrap key of this home."""
+    test_data: Path = Path("../shared/data")
+    """Real task data for tests; tests skip where it is absent."""
+    sandbox_uid: int = 64_123
+    """Uid that sandboxed commands drop to where Noria runs as root."""
+    service_uid: int = 64_124
+    """Uid that the embedded Postgres drops to where Noria runs as root."""
+
+
+def load_settings() -> Settings:
+    return Settings()

@@ -1,0 +1,1 @@
+"""A Streamlit client of the REST API."""

@@ -1,6 +1,6 @@
 """Limits (declared by a domain) and Budget (what is left of them in one run).
 
-The budget is asked before anything is spent. What it answers is data (`Exhausted`), not an
+The budget is asked before anything is spent. What it answers is data (`TaskTimeout`), not an
 exception: running out of steps is a graded outcome, not a fault. The clock is handed in so that
 the arithmetic is pure.
 """
@@ -33,7 +33,7 @@ class Limits(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Exhausted:
+class TaskTimeout:
     """Which limit ended the run, in words a person can read."""
 
     limit: LimitName
@@ -52,6 +52,8 @@ class Budget:
     tool_calls: int = 0
     seconds_before: float = 0.0
     """Seconds already spent by earlier holders of the run."""
+    engine_seconds: float = 0.0
+    """Seconds waited for the engine: they count, but are never the task's fault."""
     _started: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -70,17 +72,22 @@ class Budget:
         """How many tokens the next reply may have."""
         return min(self.limits.tokens_per_step, self.limits.tokens - self.tokens)
 
-    def exhausted(self) -> Exhausted | None:
+    @property
+    def engine_ate_it(self) -> bool:
+        """The time is over, and it would not be without the wait for the engine."""
+        return self.seconds >= self.limits.seconds > self.seconds - self.engine_seconds
+
+    def exhausted(self) -> TaskTimeout | None:
         """The first limit that forbids another step, or None."""
         limits = self.limits
         if self.steps >= limits.steps:
-            return Exhausted("steps", f"used all {limits.steps} steps")
+            return TaskTimeout("steps", f"used all {limits.steps} steps")
         if self.seconds >= limits.seconds:
-            return Exhausted("seconds", f"used all {limits.seconds:g} seconds")
+            return TaskTimeout("seconds", f"used all {limits.seconds:g} seconds")
         if self.tokens >= limits.tokens:
-            return Exhausted("tokens", f"sampled all {limits.tokens} tokens")
+            return TaskTimeout("tokens", f"sampled all {limits.tokens} tokens")
         if limits.cost is not None and self.cost >= limits.cost:
-            return Exhausted("cost", f"spent all of ${limits.cost:g}")
+            return TaskTimeout("cost", f"spent all of ${limits.cost:g}")
         if self.tool_calls >= limits.tool_calls:
-            return Exhausted("tool_calls", f"made all {limits.tool_calls} tool calls")
+            return TaskTimeout("tool_calls", f"made all {limits.tool_calls} tool calls")
         return None

@@ -28,8 +28,9 @@ Json = Any
 class Record(BaseModel):
     """Base of everything stored or sent: frozen, nothing undeclared."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64",
-                              val_json_bytes="base64")
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64"
+    )
 
 
 class RunKind(StrEnum):
@@ -131,6 +132,7 @@ class ToolResult(Record):
     """What came back. `content` is what the model reads; `data` is what checks read."""
 
     call_id: str
+    name: str
     ok: bool
     content: str
     data: Json = None
@@ -319,7 +321,6 @@ class Intent(Record):
     """Written before a call whose effect leaves the process; without its result, it is unknown."""
 
     type: Literal["intent"] = "intent"
-    step: int
     call_id: str
     name: str
     arguments_hash: str
@@ -331,17 +332,18 @@ class Observed(Record):
 
     type: Literal["observed"] = "observed"
     step: int
-    name: str
     result: ToolResult
     snapshot: SnapshotId | None = None
     """Workspace after the call, where the call had a workspace effect."""
 
 
 class Stopped(Record):
-    """The loop ended; grading follows. `state` is None when the agent gave an answer."""
+    """The loop ended; grading follows."""
 
     type: Literal["stopped"] = "stopped"
     outcome: Literal["answered", "timed_out"]
+    limit: str | None = None
+    """Which limit ended it, where one did."""
     reason: str
     answer: dict[str, Json] | None = None
 

@@ -1,7 +1,8 @@
 """The only reader of the environment.
 
-Every process reads its settings once, at start, through `load_settings()`. Defaults are the embedded
-stack under one data directory; URLs in the environment turn the same processes into production.
+Every process reads its settings once, at start, through `load_settings()`. Defaults are the
+embedded stack under one data directory; URLs in the environment turn the same processes into
+production.
 """
 
 from pathlib import Path

@@ -10,10 +10,11 @@ Scaling out: tools hold no process-wide state; whatever must survive lives in th
 """
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_type_hints
 
+import jsonschema
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from runtime.errors import DomainError, ToolError
@@ -123,6 +124,30 @@ def tool(
     return FunctionTool(tool_name, summary, effect, model, function)
 
 
+class FinishTool:
+    """The built-in finishing tool of a domain whose answer changes no system: takes the answer."""
+
+    name = "finish"
+    description = "Give the final answer."
+    effect = Effect.NONE
+
+    def __init__(self, output_schema: Mapping[str, Json]) -> None:
+        self.parameters = dict(output_schema)
+        self._validator = jsonschema.Draft202012Validator(output_schema)
+
+    def validate(self, arguments: Mapping[str, Json]) -> dict[str, Json]:
+        problems = [
+            f"{'.'.join(map(str, e.absolute_path)) or 'answer'}: {e.message}"
+            for e in self._validator.iter_errors(dict(arguments))
+        ]
+        if problems:
+            raise ToolError(f"finish: {'; '.join(problems[:5])}")
+        return dict(arguments)
+
+    async def __call__(self, context: ToolContext, arguments: Mapping[str, Json]) -> ToolOutput:
+        return ToolOutput("done", dict(arguments))
+
+
 class ToolRegistry:
     """The tools one run may call, by name, in the order the domain lists them."""
 
@@ -133,7 +158,7 @@ class ToolRegistry:
                 raise DomainError(f"two tools are named {each.name!r}; tool names are unique")
             self._tools[each.name] = each
 
-    def __iter__(self) -> "Iterable[Tool]":  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __iter__(self) -> Iterator[Tool]:
         return iter(self._tools.values())
 
     def names(self) -> list[str]:
@@ -188,6 +213,11 @@ class ConnectorFactory(Protocol):
     def name(self) -> str: ...
     @property
     def modes(self) -> frozenset[ConnectorMode]: ...
+    @property
+    def tool_names(self) -> Sequence[str]:
+        """Names of the tools an open connector exports: known before any is opened, so that a
+        domain naming another is refused when it loads."""
+        ...
 
     async def open(
         self,
@@ -197,5 +227,5 @@ class ConnectorFactory(Protocol):
         initial: dict[str, Json] | None,
         state: ConnectorState,
     ) -> Connector:
-        """Open for one run: from `state` where there is one, else from `initial`, else from seed."""
+        """Open for one run: from `state` if it holds one, else from `initial`, else from `seed`."""
         ...

@@ -1,0 +1,3 @@
+"""Fixtures shared by all tests: real services, the real model, the real sandbox."""
+
+pytest_plugins = ["tests.fixtures.services", "tests.fixtures.model", "tests.fixtures.sandbox"]

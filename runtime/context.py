@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Self
 
 import jinja2
+import jinja2.sandbox
 import numpy as np
 
 from runtime.domain import Domain
@@ -28,8 +29,8 @@ def prompt_hash(ids: Sequence[int]) -> str:
 
 def task_text(domain: Domain, task: Task) -> str:
     """The task as the first user message: the domain's template over the input, nothing private."""
-    environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, autoescape=False, trim_blocks=True, lstrip_blocks=True
+    environment = jinja2.sandbox.SandboxedEnvironment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     template = environment.from_string(domain.task_prompt)
     return template.render(input=dict(task.input), files=sorted(task.files)).strip()

@@ -4,9 +4,9 @@
 with gold and demonstrates them, `checks:` judge. `load_domain` validates everything at once and
 names file and line; a loaded `Domain` is frozen and carries the digest of every byte of its folder.
 
-The prompt is rendered once, when the domain loads: every run of a domain starts with the same
-bytes, so that an engine computes them once. It is a jinja2 template over the domain itself
-(`title`, `finish`, `tools`, `steps`, `output`), never over a task.
+How the folder is read stands in `domain_file.py`, its templates in `domain_prompts.py`, what can be
+wrong with it in `domain_faults.py`. A domain holds no process-wide state: every process of every
+machine loads it from the folder, and the digest says that it is the same one.
 """
 
 import hashlib
@@ -20,24 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
-import jinja2
-import jinja2.meta
-import jinja2.sandbox
-from pydantic import ValidationError
-
-from runtime.checks import registry
 from runtime.checks.protocol import CheckDeclaration
-from runtime.checks.schema import schema_problem, violations
-from runtime.domain_file import FILE_NAME, DomainFile, Problem, Source, parse, read_source
+from runtime.checks.schema import violations
+from runtime.domain_faults import link_problems, source_problems, with_schema
+from runtime.domain_file import FILE_NAME, DomainFile, Problem, parse, read_source
+from runtime.domain_prompts import render_prompt, task_template_problems
 from runtime.errors import DomainError, InputError
 from runtime.limits import Limits
 from runtime.run import Json, Sampling, Task, ToolCall
 from runtime.sandbox.protocol import SandboxSpec
 from runtime.tools import ConnectorFactory, ConnectorMode
 
-PROMPT_NAME = "prompt.md"
 TASKS_NAME = "tasks.py"
-PROMPT_VARIABLES = ("title", "finish", "tools", "steps", "output")
 
 
 class TaskSource(Protocol):
@@ -63,6 +57,9 @@ class Domain:
     """`sha256:…` over every file of the folder."""
     folder: Path
     prompt: str
+    """The system prompt, rendered: the same bytes for every run."""
+    task_prompt: str
+    """jinja2 template of the first user message over `input` and `files` (names, sorted)."""
     input_schema: dict[str, Any]
     output_schema: dict[str, Any]
     tools: Sequence[str]
@@ -75,7 +72,6 @@ class Domain:
     sampling: Sampling
     checks: Sequence[CheckDeclaration]
     reward: Literal["strict", "graded"]
-    repair_attempts: int
     levels: Sequence[str]
     splits: Sequence[str]
     source: TaskSource | None
@@ -133,12 +129,9 @@ def load_domain(
     declared, broken = parse(source)
     found += broken
     if source.values:
-        found += _name_problems(source, folder)
-        found += _tool_problems(source, known_tools, known_connectors)
-        found += _schema_problems(source)
-        found += _check_problems(source)
-    found += _link_problems(folder)
-    prompt, unrendered = _prompt(folder, declared)
+        found += source_problems(source, folder, known_tools, known_connectors)
+    found += [*link_problems(folder), *task_template_problems(source)]
+    prompt, unrendered = render_prompt(folder, declared)
     digest = digest_of(folder)
     tasks, unimported = _task_source(folder, digest)
     found += [*unrendered, *unimported]
@@ -158,6 +151,7 @@ def _domain(
         digest=digest,
         folder=folder,
         prompt=prompt,
+        task_prompt=declared.task,
         input_schema=declared.input,
         output_schema=declared.output,
         tools=tuple(declared.tools),
@@ -166,21 +160,11 @@ def _domain(
         sandbox=declared.sandbox,
         limits=declared.limits,
         sampling=declared.sampling,
-        checks=tuple(_with_schema(each, declared.output) for each in declared.checks),
+        checks=tuple(with_schema(each, declared.output) for each in declared.checks),
         reward=declared.reward,
-        repair_attempts=declared.repair_attempts,
         levels=tuple(declared.levels),
         splits=tuple(declared.splits),
         source=source,
-    )
-
-
-def _with_schema(declaration: CheckDeclaration, output: dict[str, Any]) -> CheckDeclaration:
-    """A `schema` check without a schema means the domain's own output schema."""
-    if declaration.kind != "schema" or "schema" in declaration.parameters:
-        return declaration
-    return declaration.model_copy(
-        update={"parameters": {**declaration.parameters, "schema": output}}
     )
 
 
@@ -202,134 +186,7 @@ def _files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-# ---------------------------------------------------------------- what can be wrong
-
-
-def _link_problems(folder: Path) -> Iterator[Problem]:
-    for path in folder.rglob("*"):
-        if path.is_symlink():
-            name = f"{folder.name}/{path.relative_to(folder).as_posix()}"
-            yield Problem(name, 1, "a link, which a digest cannot cover; allowed: regular files")
-
-
-def _name_problems(source: Source, folder: Path) -> Iterator[Problem]:
-    name = source.values.get("name")
-    if name is not None and name != folder.name:
-        what = f"name {name!r} differs from its folder; allowed: {folder.name}"
-        yield source.problem(("name",), what)
-
-
-def _strings(value: object) -> list[str]:
-    return (
-        [v for v in cast("list[object]", value) if isinstance(v, str)]
-        if isinstance(value, list)
-        else []
-    )
-
-
-def _tool_problems(
-    source: Source, tools: Collection[str], connectors: Mapping[str, ConnectorFactory]
-) -> Iterator[Problem]:
-    values = source.values
-    declared = cast("dict[Any, Any]", c) if isinstance(c := values.get("connectors"), dict) else {}
-    allowed = set(tools)
-    for name, mode in declared.items():
-        if name not in connectors:
-            what = f"unknown connector {name!r}; allowed: {_listed(connectors)}"
-            yield source.problem(("connectors", str(name)), what)
-            continue
-        allowed |= set(connectors[name].tool_names)
-        if mode not in connectors[name].modes:
-            what = f"connector {name!r} has no mode {mode!r}; allowed: "
-            yield source.problem(("connectors", name), what + _listed(connectors[name].modes))
-    for index, name in enumerate(names := _strings(values.get("tools"))):
-        if name not in allowed:
-            what = f"unknown tool {name!r}; allowed: {_listed(allowed)}"
-            yield source.problem(("tools", index), what)
-        if name in names[:index]:
-            yield source.problem(("tools", index), f"tool {name!r} is listed twice")
-    finish = values.get("finish")
-    if isinstance(finish, str) and finish not in names:
-        what = f"finish {finish!r} is not among the tools; allowed: {_listed(names)}"
-        yield source.problem(("finish",), what)
-
-
-def _listed(names: Collection[str]) -> str:
-    return ", ".join(sorted(names)) or "none"
-
-
-def _schema_problems(source: Source) -> Iterator[Problem]:
-    for key in ("input", "output"):
-        schema = source.values.get(key)
-        if not isinstance(schema, dict):
-            continue
-        schema = cast("dict[str, Any]", schema)
-        if problem := schema_problem(schema):
-            yield source.problem((key,), f"{key}: {problem}")
-        elif schema.get("type") != "object":
-            yield source.problem((key,), f"{key}: type must be object; allowed: type: object")
-
-
-def _check_problems(source: Source) -> Iterator[Problem]:
-    raw = source.values.get("checks")
-    entries = cast("list[object]", raw) if isinstance(raw, list) else []
-    names: set[str] = set()
-    demanding = False
-    for index, entry in enumerate(entries):
-        try:
-            declaration = CheckDeclaration.model_validate(entry)
-        except ValidationError:
-            continue  # already reported with the file's own shape
-        if declaration.name in names:
-            what = f"two checks are named {declaration.name!r}; allowed: unique names"
-            yield source.problem(("checks", index, "name"), what)
-        names.add(declaration.name)
-        demanding |= declaration.required and declaration.needs == "none" and not declaration.when
-        for where, what in registry.problems(_with_schema(declaration, {})):
-            yield source.problem(("checks", index, *where), f"{declaration.name}: {what}")
-    if entries and not demanding:
-        what = "no check judges every run; allowed: a required one, needs: none, without when"
-        yield source.problem(("checks",), what)
-
-
-def _prompt(folder: Path, declared: DomainFile | None) -> tuple[str, list[Problem]]:
-    file = f"{folder.name}/{PROMPT_NAME}"
-    try:
-        text = (folder / PROMPT_NAME).read_text("utf-8")
-    except FileNotFoundError:
-        return "", [Problem(file, 1, f"missing; allowed: a system prompt in {PROMPT_NAME}")]
-    except (OSError, UnicodeDecodeError) as error:
-        return "", [Problem(file, 1, f"cannot be read: {error}; allowed: UTF-8 text")]
-    environment = jinja2.sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined)
-    try:
-        unknown = jinja2.meta.find_undeclared_variables(environment.parse(text))
-        if unknown := unknown - set(PROMPT_VARIABLES):
-            return "", [_unknown_variable(file, text, name) for name in sorted(unknown)]
-        return _rendered(environment, text, declared), []
-    except jinja2.TemplateSyntaxError as error:
-        return "", [Problem(file, error.lineno, f"not a jinja2 template: {error.message}")]
-    except jinja2.TemplateError as error:
-        return "", [Problem(file, 1, f"cannot be rendered: {error.message}")]
-
-
-def _rendered(environment: jinja2.Environment, text: str, declared: DomainFile | None) -> str:
-    if declared is None:  # its problems are reported; there is nothing to render with
-        return ""
-    variables = {
-        "title": declared.title,
-        "finish": declared.finish,
-        "tools": declared.tools,
-        "steps": declared.limits.steps,
-        "output": declared.output,
-    }
-    return environment.from_string(text).render(variables).strip()
-
-
-def _unknown_variable(file: str, text: str, name: str) -> Problem:
-    lines = text.splitlines()
-    line = next((n for n, each in enumerate(lines, 1) if name in each), 1)
-    allowed = ", ".join(PROMPT_VARIABLES)
-    return Problem(file, line, f"unknown variable {name!r}; allowed: {allowed}")
+# ---------------------------------------------------------------- tasks.py
 
 
 def _task_source(folder: Path, digest: str) -> tuple[TaskSource | None, list[Problem]]:

@@ -38,6 +38,8 @@ class DomainFile(BaseModel):
     """JSON Schema (2020-12, an object) of a task's input; defaults in it are filled in."""
     output: dict[str, Any]
     """JSON Schema (2020-12, an object) of the answer: the arguments of `finish`."""
+    task: str = "{% for name, value in input.items() %}\n{{ name }}: {{ value }}\n{% endfor %}"
+    """jinja2 template of the first user message over `input` and `files`."""
     tools: list[str] = Field(min_length=1)
     finish: str
     connectors: dict[str, ConnectorMode] = Field(default_factory=dict[str, ConnectorMode])
@@ -46,7 +48,6 @@ class DomainFile(BaseModel):
     sampling: Sampling = Sampling()
     checks: list[CheckDeclaration] = Field(min_length=1)
     reward: Literal["strict", "graded"] = "strict"
-    repair_attempts: int = Field(default=0, ge=0, le=10)
     levels: list[str] = Field(default_factory=lambda: ["full"], min_length=1)
     splits: list[str] = Field(default_factory=list)
 

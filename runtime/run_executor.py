@@ -20,7 +20,7 @@ from runtime.engine.protocol import Engine
 from runtime.engine.templates import ChatTemplate
 from runtime.errors import DomainError, LeaseLost, NoriaError
 from runtime.fold import Folded, fold, seconds_spent
-from runtime.journal import ConnectorStates, Journal, MemoryRecorder, Recorder
+from runtime.journal import ConnectorStates, Journal, Recorder
 from runtime.limits import Budget
 from runtime.run import (
     Event,
@@ -28,7 +28,6 @@ from runtime.run import (
     Json,
     ModelCall,
     Policy,
-    PolicyId,
     RunId,
     RunState,
     Sampling,
@@ -284,19 +283,3 @@ def _failed(state: RunState, error: NoriaError, journal: Journal, budget: Budget
         failure=error.failure(),
         usage=journal.usage(budget.seconds),
     )
-
-
-# ---------------------------------------------------------------- attempts outside the store
-
-
-async def try_turns(
-    domain: Domain, task: Task, *, workplace: Workplace, engine: Engine
-) -> Executed:
-    """One unstored attempt by an engine that plays fixed turns, through the real loop and tools."""
-    attempt = Attempt(
-        run_id=RunId(f"try_{task.id}"),
-        task=task,
-        policy=Policy(id=PolicyId("scripted"), base="scripted"),
-        sampling=Sampling(temperature=0),
-    )
-    return await RunExecutor(workplace, engine).execute(attempt, domain, MemoryRecorder())

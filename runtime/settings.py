@@ -5,10 +5,18 @@ embedded stack under one data directory; URLs in the environment turn the same p
 production.
 """
 
+import os
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import AliasChoices, Field, SecretStr
+from pydantic import AfterValidator, AliasChoices, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+CLONE = Path(__file__).resolve().parent.parent
+"""Root of the source tree this process runs from."""
+
+Absolute = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
+"""A path that means the same wherever a child process runs."""
 
 
 class Settings(BaseSettings):
@@ -16,8 +24,10 @@ class Settings(BaseSettings):
         env_prefix="NORIA_", frozen=True, extra="ignore", populate_by_name=True
     )
 
-    home: Path = Path(".noria")
+    home: Absolute = CLONE / ".noria"
     """Data directory: everything Noria creates outside `.venv/` lives here."""
+    runtime_dir: Absolute = Path("/tmp")
+    """Folder in which `up` makes its short private folder of sockets; at most 60 bytes long."""
     database_url: str | None = Field(
         default=None, validation_alias=AliasChoices("NORIA_DATABASE_URL", "DATABASE_URL")
     )
@@ -47,8 +57,22 @@ class Settings(BaseSettings):
     sandbox_uid: int = 64_123
     """Uid that sandboxed commands drop to where Noria runs as root."""
     service_uid: int = 64_124
-    """Uid that the embedded Postgres drops to where Noria runs as root."""
+    """Uid that the embedded Postgres and Valkey drop to where Noria runs as root."""
+    postgres_bin: Absolute | None = None
+    """Folder with `postgres` and `initdb` (14 or newer); None means the packaged ones."""
+    valkey_bin: Absolute | None = None
+    """A valkey-server or redis-server program (7 or newer); None means the packaged one."""
+    bwrap: Absolute | None = None
+    """A bubblewrap program with overlay support (0.11 or newer); None means the packaged one."""
+    notify_fd: int | None = None
+    """Socket on which a child tells its supervisor that it is ready; set by the supervisor."""
 
 
 def load_settings() -> Settings:
     return Settings()
+
+
+def child_environment(**changes: str | None) -> dict[str, str]:
+    """This process's environment with `changes` (None removes), for a child to be started with."""
+    merged: dict[str, str | None] = {**os.environ, "NORIA_NOTIFY_FD": None, **changes}
+    return {name: value for name, value in merged.items() if value is not None}

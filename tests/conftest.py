@@ -1,3 +1,9 @@
 """Fixtures shared by all tests: real services, the real model, the real sandbox."""
 
-pytest_plugins = ["tests.fixtures.services", "tests.fixtures.model", "tests.fixtures.sandbox"]
+pytest_plugins = [
+    "tests.fixtures.services",
+    "tests.fixtures.model",
+    "tests.fixtures.sandbox",
+    "tests.fixtures.domains",
+    "tests.fixtures.api",
+]

@@ -22,3 +22,6 @@ FROM runtime.api_keys WHERE tenant_id = %(tenant_id)s ORDER BY created_at, id;
 UPDATE runtime.api_keys SET revoked_at = coalesce(revoked_at, now())
 WHERE tenant_id = %(tenant_id)s AND id = %(id)s
 RETURNING id;
+
+-- name: key_exists
+SELECT id FROM runtime.api_keys WHERE id = %(id)s;

@@ -174,3 +174,17 @@ SELECT state, count(*) AS runs FROM runtime.runs GROUP BY state;
 -- name: get_alias
 SELECT policy FROM runtime.aliases
 WHERE tenant_id = %(tenant_id)s AND domain = %(domain)s AND alias = %(alias)s;
+
+-- name: find_aliased_policy
+-- A policy by its id, from whichever alias of the tenant serves it.
+SELECT policy FROM runtime.aliases
+WHERE tenant_id = %(tenant_id)s AND policy ->> 'id' = %(policy_id)s
+LIMIT 1;
+
+-- name: run_progress
+-- What a follower of the events asks every second: is there more, and will there be?
+SELECT state, last_seq,
+       EXISTS (SELECT 1 FROM runtime.run_private AS private
+               WHERE private.tenant_id = run.tenant_id AND private.run_id = run.id) AS has_gold
+FROM runtime.runs AS run
+WHERE tenant_id = %(tenant_id)s AND id = %(id)s;

@@ -49,17 +49,21 @@ def queries(path: Path) -> dict[str, str]:
 
 
 class Database:
-    """A pool of connections. Use as an async context manager."""
+    """A pool of connections. Use as an async context manager.
 
-    def __init__(self, url: str, *, size: int = 8) -> None:
+    `timeout`: how many seconds a caller waits for a connection before StoreError.
+    """
+
+    def __init__(self, url: str, *, size: int = 8, timeout: float = 10.0) -> None:
         self.url = url
+        self._timeout = timeout
         self._pool: AsyncConnectionPool[Connection] = AsyncConnectionPool(
             url,
             connection_class=AsyncConnection[dict[str, Any]],
             min_size=1,
             max_size=size,
             open=False,
-            timeout=10.0,
+            timeout=timeout,
             kwargs={"row_factory": dict_row},
             check=_answers,
         )
@@ -83,7 +87,8 @@ class Database:
             async with self._pool.connection() as connection:
                 yield connection
         except PoolTimeout as error:
-            raise StoreError("the database did not give a connection within 10 s") from error
+            waited = f"within {self._timeout:g} s"
+            raise StoreError(f"the database did not give a connection {waited}") from error
         except psycopg.OperationalError as error:
             raise StoreError(f"the database is away: {error}".strip()) from error
 

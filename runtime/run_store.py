@@ -17,7 +17,7 @@ from datetime import datetime
 from typing import Any
 
 from psycopg.types.json import Jsonb
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
 from runtime.database import EVENTS_CHANNEL, QUEUE_CHANNEL, SQL_FOLDER, Connection, queries
 from runtime.errors import Conflict, Failure, IdempotencyMismatch, LeaseLost, NotFound
@@ -30,13 +30,13 @@ from runtime.run import (
     Json,
     ModelCall,
     Policy,
-    Record,
     Run,
     RunId,
     RunKind,
     RunState,
     Sampling,
     SnapshotId,
+    Started,
     Task,
     TenantId,
     Usage,
@@ -276,6 +276,8 @@ class RunStore(Statements):
         first = row["last_seq"] - len(bodies) + 1
         for seq, body in enumerate(bodies, start=first):
             await self._insert_event(lease.tenant_id, lease.run_id, seq, body)
+            if isinstance(body, Started):
+                await self._open_on(lease, body.snapshot)
         if model_call is not None:
             await self._run(
                 "insert_model_call",
@@ -293,14 +295,10 @@ class RunStore(Statements):
             )
         await self._ring(EVENTS_CHANNEL, lease.run_id)
 
-    async def open_on(self, lease: Lease, snapshot: SnapshotId | None) -> None:
-        """Write down the workspace the run first opened on."""
+    async def _open_on(self, lease: Lease, snapshot: SnapshotId | None) -> None:
+        """The workspace a run first opened on is its initial snapshot; later ones are not."""
         await self._run(
-            "set_initial_snapshot",
-            tenant_id=lease.tenant_id,
-            id=lease.run_id,
-            fence=lease.fence,
-            snapshot=snapshot,
+            "set_initial_snapshot", tenant_id=lease.tenant_id, id=lease.run_id, snapshot=snapshot
         )
 
     async def finish(self, lease: Lease, outcome: Outcome) -> None:
@@ -331,10 +329,10 @@ class RunStore(Statements):
         )
 
 
-def _json(value: Json | Record) -> Jsonb | None:
+def _json(value: Json | BaseModel) -> Jsonb | None:
     if value is None:
         return None
-    plain = value.model_dump(mode="json") if isinstance(value, Record) else value
+    plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
     return Jsonb(plain, dumps=_storable)
 
 

@@ -144,6 +144,8 @@ class Runner:
             log.warning("dropped: %s", error)
         except StoreError as error:  # not recorded: the lease runs out and the run is resumed
             log.warning("run %s: %s", lease.run_id, error)
+        except Exception:  # a bug: the run is tried again, and buried when it keeps happening
+            log.exception("run %s could not be recorded", lease.run_id)
         finally:
             del self._held[lease.run_id]
             self._slot_freed.set()

@@ -1,7 +1,8 @@
 """The engine protocol: token ids in, token ids and logprobs out.
 
-Whatever serves tokens (vLLM, the embedded engine, any OpenAI-compatible endpoint) is reached through
-`Engine`. Ids cross this boundary, never text, so that what a trainer reads is what was sampled.
+Whatever serves tokens (vLLM, the embedded engine, any OpenAI-compatible endpoint) is reached
+through `Engine`. Ids cross this boundary, never text, so that what a trainer reads is what was
+sampled.
 """
 
 from collections.abc import Sequence
@@ -49,7 +50,7 @@ class Engine(Protocol):
         ...
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Serve an adapter under an immutable name. Raises EngineRefused with the engine's words."""
+        """Serve an adapter under an immutable name. Raises EngineRefused in the engine's words."""
         ...
 
     async def unload_adapter(self, name: str) -> None: ...

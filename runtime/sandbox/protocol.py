@@ -121,6 +121,13 @@ class SandboxBackend(Protocol):
         """
         ...
 
+    async def store(self, files: Mapping[str, bytes]) -> SnapshotId:
+        """Store a workspace holding just these files, without opening a sandbox.
+
+        The id is the one `snapshot()` would give a fresh sandbox opened on them.
+        """
+        ...
+
     async def read_snapshot(self, snapshot: SnapshotId) -> dict[str, bytes]:
         """The regular files of a stored snapshot, for the grader. Links are left out."""
         ...

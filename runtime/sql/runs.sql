@@ -144,7 +144,7 @@ WHERE tenant_id = %(tenant_id)s AND run_id = %(run_id)s;
 
 -- name: set_initial_snapshot
 UPDATE runtime.runs SET initial_snapshot = coalesce(initial_snapshot, %(snapshot)s)
-WHERE tenant_id = %(tenant_id)s AND id = %(id)s AND fence = %(fence)s;
+WHERE tenant_id = %(tenant_id)s AND id = %(id)s;
 
 -- name: finish_run
 UPDATE runtime.runs

@@ -141,7 +141,9 @@ def test_too_many_calls_are_refused() -> None:
     assert "more than 16 calls" in (calls[-1].error or "")
 
 
-@pytest.mark.parametrize("unit", ["a=x y ", "[", "{a:", "word ", " ", "\\", "a x=1\n", "<tool_call>", "x" * 64 + "= "])
+@pytest.mark.parametrize(
+    "unit", ["a=x y ", "[", "{a:", "word ", " ", "\\", "a x=1\n", "<tool_call>", "x" * 64 + "= "]
+)
 def test_time_is_linear(unit: str) -> None:
     """The longest reply that is read takes less than a quarter of a second, whatever is in it."""
     text = "name " + unit * (MAX_CHARACTERS // len(unit) - 1)

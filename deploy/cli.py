@@ -94,16 +94,19 @@ def doctor(as_json: Json = False) -> None:
 def migrate(as_json: Json = False) -> None:
     """Bring the database to this version's schema."""
     from deploy.attach import running
+    from deploy.composition import prepare_database
     from deploy.embedded import postgres_url
     from deploy.home import Home
-    from runtime.database import migrate as apply
 
     settings = load_settings()
     if settings.database_url is not None:
-        applied = asyncio.run(apply(settings.database_url))
+        applied = asyncio.run(prepare_database(settings))
     else:
         with running(settings, only=["postgres"]):
-            applied = asyncio.run(apply(postgres_url(Home.of(settings))))
+            url = postgres_url(Home.of(settings))
+            applied = asyncio.run(
+                prepare_database(settings.model_copy(update={"database_url": url}))
+            )
     if as_json:
         print_json({"applied": applied})
     else:

@@ -63,9 +63,12 @@ def api_key(settings: Settings) -> str:
 
 
 def _say_changes() -> "Observer":
+    """Tells on stderr how a start gets on; says nothing about what is ready already."""
     said: dict[str, str] = {}
 
     def observe(record: UpRecord) -> None:
+        if record.ready and not said:
+            return
         for process in record.processes:
             now = process.doing or process.state
             if said.get(process.name) != now:

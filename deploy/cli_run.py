@@ -141,11 +141,11 @@ def _run_live(
     """Submit, follow to the end, show. An interrupt cancels the run."""
     out = Console(stderr=True) if quiet else console
     run = opened.create_run(domain, dict(given), files=files or None, idempotency_key=str(uuid4()))
-    out.print(f"run [bold]{run.id}[/bold]", highlight=False)
+    out.print(f"run [bold]{run.id}[/bold]", highlight=False, soft_wrap=True)
     try:
         for event in opened.events(run.id):
             for line in event_lines(event):
-                out.print(line, highlight=False)
+                out.print(line, highlight=False, soft_wrap=True)
     except KeyboardInterrupt:
         opened.cancel(run.id)
         out.print(f"asked to cancel {run.id}", highlight=False)
@@ -164,7 +164,8 @@ def event_lines(event: Event) -> Iterator[str]:
             yield from _thought_lines(body)
         case Observed():
             mark = "[green]✓[/green]" if body.result.ok else "[red]✗[/red]"
-            yield f"  {mark} {body.result.name}: {escape(_short(body.result.content))}"
+            name = f"{escape(body.result.name)}: " if body.result.name else ""
+            yield f"  {mark} {name}{escape(_short(body.result.content))}"
         case Stopped():
             said = json.dumps(body.answer, ensure_ascii=False) if body.answer else body.reason
             yield f"[bold]{body.outcome}[/bold] {escape(said)}"
@@ -178,12 +179,13 @@ def event_lines(event: Event) -> Iterator[str]:
 
 
 def _thought_lines(body: Thought) -> Iterator[str]:
-    if not body.calls:
-        yield f"  [dim]{escape(_short(body.text))}[/dim]"
-    for call in body.calls:
-        problem = f" [red]{escape(call.error)}[/red]" if call.error else ""
+    """The calls; the reply itself where it holds none (its observation says what was wrong)."""
+    named = [call for call in body.calls if call.name]
+    if not named:
+        yield f'  [dim]"{escape(_short(body.text))}"[/dim]'
+    for call in named:
         arguments = json.dumps(call.arguments, ensure_ascii=False)
-        yield f"  → [bold]{escape(call.name)}[/bold] {escape(_short(arguments))}{problem}"
+        yield f"  → [bold]{escape(call.name)}[/bold] {escape(_short(arguments))}"
 
 
 def _verdict_lines(body: Graded) -> Iterator[str]:
@@ -277,7 +279,8 @@ def _row_object(row: Row) -> dict[str, Any]:
 
 
 def rows_table(rows: Iterable[Row]) -> Table:
-    table = Table("row", "text", "state", "verdict", "answer or reason", "run")
+    table = Table("row", "text", "state", "verdict", "answer or reason")
+    table.add_column("run", overflow="fold", min_width=17)
     for row in rows:
         if row.run is None:
             table.add_row(str(row.number), escape(_short(row.text, 40)), "not submitted", "",

@@ -26,6 +26,7 @@ STYLES = {
     ProcessState.READY: "green",
     ProcessState.DONE: "green",
     ProcessState.FAILED: "bold red",
+    ProcessState.STOPPING: "yellow",
     ProcessState.STOPPED: "dim",
 }
 Observer = Callable[[UpRecord], None]

@@ -169,7 +169,8 @@ class Installation:
         self.clone = clone
         stamp = clone.read_stamp()
         self.extras = sorted({*wanted, *stamp.get("extras", ())})
-        self.whole = stamp.get("made_by") == made_by(clone.root) and os.access(clone.python, os.X_OK)
+        usable = os.access(clone.python, os.X_OK)
+        self.whole = usable and stamp.get("made_by") == made_by(clone.root)
         self.uv = which("uv")
         self.downloads = Downloads()
 

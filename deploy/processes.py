@@ -80,12 +80,10 @@ def notify_ready() -> None:
 
 
 def run_migrate(settings: Settings) -> None:
-    """Bring the database to this version's schema; print what was applied."""
-    from runtime.database import migrate
+    """Bring the database to this version's schema and see that the home has its key."""
+    from deploy.composition import prepare_database
 
-    if settings.database_url is None:
-        sys.exit("NORIA_DATABASE_URL is not set; `noria migrate` sets it for the embedded Postgres")
-    for name in asyncio.run(migrate(settings.database_url)):
+    for name in asyncio.run(prepare_database(settings)):
         print(f"applied {name}")
 
 

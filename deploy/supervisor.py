@@ -32,6 +32,9 @@ VERSION = "0.1.0"
 ROTATE_SECONDS = 30.0
 """How often logs are looked at."""
 
+ENDED = frozenset({ProcessState.DONE, ProcessState.FAILED})
+"""States of a child that has ended by itself."""
+
 Prepare = Callable[[], Awaitable[ChildSpec]]
 Observer = Callable[[UpRecord], None]
 
@@ -282,9 +285,13 @@ class Supervisor:
         """Stop whatever was started, the last started first. Runs to its end, whatever happens."""
         order = [service.name for service in self.stack.services]
         for child in sorted(self._children, key=lambda c: -order.index(c.spec.name)):
+            name = child.spec.name
+            to_tell = self._record.process(name).state not in ENDED
+            if to_tell:
+                self._change(name, state=ProcessState.STOPPING)
             await child.stop(self.hurry)
-            if self._record.process(child.spec.name).state is ProcessState.READY:
-                self._change(child.spec.name, state=ProcessState.STOPPED)
+            if to_tell:
+                self._change(name, state=ProcessState.STOPPED)
 
     async def _rotate_logs(self) -> None:
         while True:

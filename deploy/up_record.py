@@ -29,6 +29,7 @@ class ProcessState(StrEnum):
     READY = "ready"
     DONE = "done"
     FAILED = "failed"
+    STOPPING = "stopping"
     STOPPED = "stopped"
 
 

@@ -181,6 +181,7 @@ class Doorbell:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None  # it holds the connection it was cancelled with
 
     @asynccontextmanager
     async def ear(self, channel: str, key: str = "") -> AsyncGenerator[asyncio.Event]:

@@ -79,8 +79,9 @@ class KeyStore:
         name: str,
         scopes: Sequence[str],
         expires_at: datetime | None = None,
-    ) -> None:
-        await self._all(
+    ) -> datetime:
+        """Store a new key; when it was created."""
+        rows = await self._all(
             "insert_key",
             tenant_id=tenant_id,
             id=key.id,
@@ -89,6 +90,7 @@ class KeyStore:
             scopes=list(dict.fromkeys(scopes)),
             expires_at=expires_at,
         )
+        return rows[0]["created_at"]
 
     async def find(self, key_id: str) -> StoredKey | None:
         """The key, if it is neither revoked nor expired."""

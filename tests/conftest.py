@@ -4,6 +4,7 @@ pytest_plugins = [
     "tests.fixtures.services",
     "tests.fixtures.model",
     "tests.fixtures.sandbox",
+    "tests.fixtures.stack",
     "tests.fixtures.domains",
     "tests.fixtures.api",
 ]

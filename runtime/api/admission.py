@@ -4,6 +4,7 @@ Everything a run depends on is decided here, once, and never looked up again whi
 """
 
 import secrets
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from runtime.api.auth import Caller, demand
@@ -78,8 +79,13 @@ def _task(domain: Domain, request: CreateRun) -> Task:
     )
 
 
-def prefixed(prefix: str, validate: Any, domain: Domain, value: dict[str, Json]) -> dict[str, Json]:
-    """Validate, and name the wrong fields as the caller wrote them."""
+Validate = Callable[[Domain, Mapping[str, Json]], dict[str, Json]]
+
+
+def prefixed(
+    prefix: str, validate: Validate, domain: Domain, value: dict[str, Json]
+) -> dict[str, Json]:
+    """The validated value. Raises InputError naming the wrong fields as the caller wrote them."""
     try:
         return validate(domain, value)
     except InputError as error:
@@ -90,7 +96,7 @@ def prefixed(prefix: str, validate: Any, domain: Domain, value: dict[str, Json])
         raise InputError(str(error), errors=errors) from error
 
 
-def _check_choice(field: str, value: str, allowed: Any) -> None:
+def _check_choice(field: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
         message = f"{value!r} is unknown; allowed: {', '.join(allowed)}"
         raise InputError(f"{field}: {message}", errors=[{"field": field, "message": message}])

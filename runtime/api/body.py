@@ -20,6 +20,8 @@ from runtime.api.services import services_of
 from runtime.run import Json
 
 MAX_DEPTH = 64
+MAX_DIGITS = 308
+"""Of a whole number: what fits a double, as every JSON reader has it."""
 OFF_THE_LOOP_BYTES = 64 << 10
 """Bodies larger than this are parsed in a thread."""
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
@@ -35,6 +37,7 @@ def parse_json(body: bytes) -> Json:
             object_pairs_hook=_unique,
             parse_constant=_no_constant,
             parse_float=_finite,
+            parse_int=_bounded,
         )
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not UTF-8") from error
@@ -67,6 +70,12 @@ def _finite(digits: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"the number {digits[:40]} is out of range")
     return value
+
+
+def _bounded(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"the number {digits[:40]}… is out of range")
+    return int(digits)
 
 
 def _inside(value: Json) -> list[Json]:

@@ -1,6 +1,5 @@
 """Routes of API keys: make, list, revoke; for admins."""
 
-from datetime import UTC, datetime
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Response
@@ -29,7 +28,7 @@ async def create_key(services: Services, caller: Admin, body: CreateKey) -> KeyC
     parsed = parse_key(key)
     assert parsed is not None, "minted just now"
     async with services.database.transaction() as connection:
-        await KeyStore(connection).insert(
+        created_at = await KeyStore(connection).insert(
             caller.tenant_id,
             parsed,
             name=body.name,
@@ -40,7 +39,7 @@ async def create_key(services: Services, caller: Admin, body: CreateKey) -> KeyC
         id=parsed.id,
         name=body.name,
         scopes=list(dict.fromkeys(body.scopes)),
-        created_at=datetime.now(UTC),
+        created_at=created_at,
         expires_at=body.expires_at,
         key=key,
     )

@@ -5,8 +5,6 @@ do not know, so that a misspelt option is an error and never silently ignored; v
 that an older client reads a newer server. Nothing here can carry an expectation outwards.
 """
 
-import base64
-import binascii
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal
@@ -15,15 +13,13 @@ from pydantic import (
     AfterValidator,
     AwareDatetime,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
-    PlainSerializer,
     StringConstraints,
-    WithJsonSchema,
     model_validator,
 )
 
+from runtime.api.uploads import Files
 from runtime.errors import Failure
 from runtime.run import (
     Event,
@@ -38,10 +34,6 @@ from runtime.run import (
     Verdict,
 )
 
-MAX_FILES = 64
-MAX_PATH_BYTES = 1024
-MAX_NAME_BYTES = 255
-MAX_PATH_DEPTH = 16
 MAX_SEED = 2**63 - 1
 
 
@@ -106,62 +98,11 @@ class Problem(View):
     """Each wrong field, where fields were wrong."""
 
 
-# ---------------------------------------------------------------- files
+# ---------------------------------------------------------------- runs
 
-
-def _decoded(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    try:
-        return base64.b64decode(value, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ValueError("not base64; send the file's bytes as standard base64") from error
-
-
-def _encoded(value: bytes) -> str:
-    return base64.b64encode(value).decode()
-
-
-def _relative(path: str) -> str:
-    """A path below the workspace: relative, no `.` or `..`, nothing unprintable, not too long."""
-    parts = path.split("/")
-    if any(part in ("", ".", "..") for part in parts):
-        raise ValueError("must be a relative path without empty, '.' or '..' parts")
-    if "\\" in path or not path.isprintable():
-        raise ValueError("must not hold backslashes or unprintable characters")
-    longest = max(len(part.encode()) for part in parts)
-    if len(path.encode()) > MAX_PATH_BYTES or longest > MAX_NAME_BYTES:
-        raise ValueError(f"must have at most {MAX_PATH_BYTES} bytes, {MAX_NAME_BYTES} in each part")
-    if len(parts) > MAX_PATH_DEPTH:
-        raise ValueError(f"must be at most {MAX_PATH_DEPTH} folders deep")
-    return path
-
-
-def _no_file_is_a_folder(files: dict[str, bytes]) -> dict[str, bytes]:
-    for path in files:
-        above = path.split("/")[:-1]
-        for depth in range(1, len(above) + 1):
-            if (folder := "/".join(above[:depth])) in files:
-                raise ValueError(f"{folder!r} is both a file and the folder of {path!r}")
-    return files
-
-
-Base64Bytes = Annotated[
-    bytes,
-    BeforeValidator(_decoded),
-    PlainSerializer(_encoded, return_type=str, when_used="json"),
-    WithJsonSchema({"type": "string", "contentEncoding": "base64"}),
-]
-FilePath = Annotated[str, AfterValidator(_relative)]
-Files = Annotated[
-    dict[FilePath, Base64Bytes], Field(max_length=MAX_FILES), AfterValidator(_no_file_is_a_folder)
-]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,62}$")]
 """Of a domain, a level, a split, an alias."""
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
-
-
-# ---------------------------------------------------------------- runs
 
 
 class SamplingOptions(Request):
@@ -233,8 +174,33 @@ class TaskView(View):
     seed: int = 0
 
 
+_RUN_EXAMPLE: dict[str, Any] = {
+    "id": "run_0199c0ffee00b1a2c3d4e5f60718",
+    "kind": "production",
+    "state": "queued",
+    "domain": "support_triage",
+    "domain_digest": "sha256:5d41…",
+    "task": {
+        "id": "task_9f8e7d6c5b4a39281706f5e4",
+        "input": {"message": "my card was stolen, help", "customer_id": "C100"},
+        "level": "full",
+        "split": "production",
+        "family": None,
+        "seed": 0,
+    },
+    "policy": {"id": "SmolLM2-135M-Instruct", "base": "sha256:77aa…", "adapter": None},
+    "sampling": {"temperature": 1.0, "top_p": 1.0, "seed": 1804289383},
+    "usage": {"steps": 0, "tool_calls": 0, "prompt_tokens": 0, "sampled_tokens": 0},
+    "attempts": 0,
+    "cancel_requested": False,
+    "created_at": "2026-11-30T07:00:00Z",
+}
+
+
 class RunView(View):
     """A run as its tenant may see it."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_RUN_EXAMPLE]})
 
     id: RunId
     kind: RunKind

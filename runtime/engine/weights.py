@@ -156,10 +156,6 @@ def _convert(models: Path, name: str, source: Path, progress: Progress) -> Path:
 
 def _import_folder(source: Path, folder: Path, progress: Callable[[float], None]) -> None:
     """Copy a Hugging Face folder with every tensor as fp32 (exact from bf16 and fp16)."""
-    import torch  # bf16 is unknown to numpy; the packaged model never comes here
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
     shards = sorted(source.glob("*.safetensors"))
     for needed in ("config.json", "tokenizer.json"):
         if not (source / needed).is_file():
@@ -169,11 +165,25 @@ def _import_folder(source: Path, folder: Path, progress: Callable[[float], None]
     for copied in _COPIED:
         if (source / copied).is_file():
             shutil.copyfile(source / copied, folder / copied)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=1))
     for done, shard in enumerate(shards, start=1):
-        with safe_open(shard, framework="pt") as file:
-            tensors = {key: file.get_tensor(key).to(torch.float32) for key in file.keys()}  # noqa: SIM118
-        save_file(tensors, folder / shard.name, metadata={"format": "pt"})
+        _import_shard(shard, folder / shard.name)
         progress(done / len(shards))
+
+
+def _import_shard(source: Path, target: Path) -> None:
+    import torch  # bf16 is unknown to numpy; the packaged model never comes here
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import save_file
+
+    try:
+        with safe_open(source, framework="pt") as file:
+            tensors = {key: file.get_tensor(key).to(torch.float32) for key in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise InputError(f"{source}: not a whole safetensors file: {error}") from error
+    save_file(tensors, target, metadata={"format": "pt"})
 
 
 # ---------------------------------------------------------------- digests

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from runtime.errors import InputError, SandboxError, ToolError
 from runtime.run import SnapshotId
-from runtime.sandbox.cgroups import Cgroup, Cgroups
+from runtime.sandbox.cgroups import Cgroup, Cgroups, cgroup_name
 from runtime.sandbox.leftovers import Leftovers
 from runtime.sandbox.profile import Profile, find_bwrap, find_python, find_stage, seccomp_filter
 from runtime.sandbox.protocol import SandboxSpec, Strength
@@ -63,10 +63,10 @@ class BubblewrapBackend:
         self._seccomp = seccomp_filter()
         self.snapshots = SnapshotStore(state_dir / "snapshots")
         self._leftovers = Leftovers(state_dir / "sandboxes")
-        self._leftovers.sweep()
-        self._prefix = f"noria-{os.getpid()}-{secrets.token_hex(4)}"
+        self._prefix = cgroup_name(os.getpid(), secrets.token_hex(4))
         self._numbers = itertools.count(1)
         self._cgroups = Cgroups.probe(f"{self._prefix}-probe") if use_cgroups else None
+        self._sweep()
         self._open: dict[str, BubblewrapSandbox] = {}
 
     @property
@@ -132,7 +132,7 @@ class BubblewrapBackend:
             if isinstance(error, OSError):
                 raise SandboxError(f"could not start a sandbox: {error}") from error
             raise
-        self._note(name, process.pid, cgroup)
+        self._leftovers.note(name, process.pid)
         sandbox = BubblewrapSandbox(
             spec,
             process,
@@ -147,7 +147,6 @@ class BubblewrapBackend:
     def _cgroup(self, name: str, spec: SandboxSpec) -> Cgroup | None:
         if self._cgroups is None:
             return None
-        self._note(name, None, self._cgroups.future(name))
         try:
             return self._cgroups.create(
                 name,
@@ -155,17 +154,13 @@ class BubblewrapBackend:
                 processes=spec.processes + HELPER_PROCESSES,
             )
         except OSError as error:
-            self._leftovers.forget(name)
             raise SandboxError(f"could not make the sandbox's cgroup: {error}") from error
-
-    def _note(self, name: str, pid: int | None, cgroup: Cgroup | None) -> None:
-        folders = list(cgroup.folders.values()) if cgroup else []
-        self._leftovers.note(name, pid, folders)
 
     def _forget(self, name: str, cgroup: Cgroup | None) -> None:
         self._open.pop(name, None)
-        if cgroup is None or cgroup.remove():
-            self._leftovers.forget(name)
+        self._leftovers.forget(name)
+        if cgroup is not None:
+            cgroup.remove()
 
     async def _fill(self, sandbox: BubblewrapSandbox, entries: list[SnapshotEntry]) -> None:
         try:
@@ -185,4 +180,9 @@ class BubblewrapBackend:
         """Close every sandbox still open and sweep what dead runners left. Idempotent."""
         closing = (sandbox.close() for sandbox in list(self._open.values()))
         await asyncio.gather(*closing, return_exceptions=True)
-        await asyncio.to_thread(self._leftovers.sweep)
+        await asyncio.to_thread(self._sweep)
+
+    def _sweep(self) -> None:
+        self._leftovers.sweep()
+        if self._cgroups is not None:
+            self._cgroups.sweep()

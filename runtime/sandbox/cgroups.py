@@ -14,8 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
+from runtime.sandbox.leftovers import process_name
+
 Controller = Literal["memory", "pids"]
 CONTROLLERS: Sequence[Controller] = ("memory", "pids")
+
+
+NAME = "noria"
+
+
+def cgroup_name(pid: int, suffix: str) -> str:
+    """A name that tells which process made the cgroup."""
+    return f"{NAME}-{_maker(pid)}-{suffix}"
+
+
+def _maker(pid: int) -> str | None:
+    """`pid-start` of a living process; None where it is gone."""
+    name = process_name(pid)
+    return "-".join(name.split(":")[:2]) if name else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +140,17 @@ class Cgroups:
                 return cls(usable, flavour)
         return None
 
-    def future(self, name: str) -> Cgroup:
-        """Where `create` would put it."""
-        return Cgroup({c: parent / name for c, parent in self.parents.items()}, self.flavour)
+    def sweep(self) -> None:
+        """Remove what dead processes left; what is not empty stays."""
+        for folder in (f for p in set(self.parents.values()) for f in p.glob(f"{NAME}-*-*-*")):
+            _, pid, started, _ = folder.name.split("-", 3)
+            if pid.isdigit() and _maker(int(pid)) != f"{pid}-{started}":
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
 
     def create(self, name: str, *, memory_bytes: int, processes: int) -> Cgroup:
         """Raises OSError; leaves nothing behind then."""
-        cgroup = self.future(name)
+        cgroup = Cgroup({c: parent / name for c, parent in self.parents.items()}, self.flavour)
         try:
             for folder in set(cgroup.folders.values()):
                 folder.mkdir()

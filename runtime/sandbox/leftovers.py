@@ -1,10 +1,10 @@
 """What a killed runner may have left, and how the next one finds it.
 
 A sandbox's mounts and files live in its own mount namespace and end with its processes, which die
-with the runner. Left over are cgroups (folders of the kernel) and, should the kernel have missed a
-death signal, processes. Each open sandbox has a note under the state folder: who owns it, its
-process, its cgroups. A note whose owner is gone is swept. Processes are named by id, start time and
-boot, so that a recycled id is never taken for them.
+with the runner. Should the kernel have missed a death signal, processes are left over: each open
+sandbox has a note under the state folder that says who owns it and which process it is. A note
+whose owner is gone is swept. Processes are named by id, start time and boot, so that a recycled id
+is never taken for them. (Cgroups carry their maker in their name: `cgroups.py`.)
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import json
 import os
 import select
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 
 KILL_SECONDS = 2.0
@@ -44,47 +43,31 @@ class Leftovers:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._owner = process_name(os.getpid())
 
-    def note(self, sandbox: str, pid: int | None, cgroups: Sequence[Path]) -> None:
-        """Remember a sandbox. Written before anything of it can be left over."""
-        content = {
-            "owner": self._owner,
-            "process": None if pid is None else process_name(pid),
-            "cgroups": [str(path) for path in cgroups],
-        }
+    def note(self, sandbox: str, pid: int) -> None:
+        """Remember a sandbox by its outermost process."""
+        content = {"owner": self._owner, "process": process_name(pid)}
         (self._folder / f"{sandbox}.json").write_text(json.dumps(content))
 
     def forget(self, sandbox: str) -> None:
         (self._folder / f"{sandbox}.json").unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """End and remove what dead owners left. A note stays until all of it is gone."""
+        """End what dead owners left running."""
         for path in self._folder.glob("*.json"):
             with contextlib.suppress(OSError, ValueError):
                 note = json.loads(path.read_text())
-                if not (note["owner"] and runs(note["owner"])) and _clear(note):
-                    path.unlink(missing_ok=True)
-
-
-def _clear(note: dict[str, object]) -> bool:
-    process = note["process"]
-    if isinstance(process, str) and runs(process):
-        _end(int(process.partition(":")[0]))
-    cgroups = note["cgroups"]
-    assert isinstance(cgroups, list)
-    return all(_remove(Path(str(cgroup))) for cgroup in cgroups)
+                if note["owner"] and runs(note["owner"]):
+                    continue
+                if note["process"] and runs(note["process"]):
+                    _end(int(note["process"].partition(":")[0]))
+                path.unlink(missing_ok=True)
 
 
 def _end(pid: int) -> None:
-    """Kill and wait; a process that outlives it keeps its cgroup, and the note with it."""
+    """Kill, and wait a moment for the end."""
     descriptor = os.pidfd_open(pid)
     try:
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         select.select([descriptor], [], [], KILL_SECONDS)
     finally:
         os.close(descriptor)
-
-
-def _remove(cgroup: Path) -> bool:
-    with contextlib.suppress(OSError):
-        cgroup.rmdir()
-    return not cgroup.exists()

@@ -75,13 +75,18 @@ class Sandbox(Protocol):
         cwd: str = ".",
         env: Mapping[str, str] | None = None,
     ) -> ExecResult:
-        """Run an argv, or a script under `sh -c`. On time-out the whole process tree is killed."""
+        """Run an argv, or a script under `sh -c`; `timeout` can only shorten the spec's.
+
+        At the time-out, and at the end of the call, every process it started is killed. Cancelling
+        a call ends the sandbox. Raises ToolError for words or a folder that cannot be used.
+        """
         ...
 
     async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
         """Content of a regular file beneath the workspace; links are never followed.
 
-        Raises ToolError where the path is absent, not a regular file, or leaves the workspace.
+        Raises ToolError where the path is absent, not a regular file, longer than `max_bytes`, or
+        leaves the workspace.
         """
         ...
 
@@ -94,7 +99,11 @@ class Sandbox(Protocol):
         ...
 
     async def snapshot(self) -> SnapshotId:
-        """Store the workspace, content-addressed and durable; equal trees give equal ids."""
+        """Store the workspace, content-addressed and durable; equal trees give equal ids.
+
+        Raises ToolError for a tree the agent made unfit: too deep, or (by sparse files) claiming
+        more bytes than the disk has.
+        """
         ...
 
     async def close(self) -> None:
@@ -117,7 +126,8 @@ class SandboxBackend(Protocol):
     ) -> Sandbox:
         """A fresh workspace holding the snapshot (if any), then the files.
 
-        Raises SandboxUnavailable where the host lacks what it takes.
+        Raises SandboxUnavailable where the host lacks what it takes, InputError for files that no
+        such workspace can hold.
         """
         ...
 

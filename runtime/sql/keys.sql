@@ -1,8 +1,7 @@
 -- name: insert_key
 INSERT INTO runtime.api_keys (tenant_id, id, name, secret_hash, scopes, expires_at)
 VALUES (%(tenant_id)s, %(id)s, %(name)s, %(secret_hash)s, %(scopes)s, %(expires_at)s)
-ON CONFLICT (tenant_id, id) DO UPDATE SET secret_hash = excluded.secret_hash
-RETURNING id;
+RETURNING created_at;
 
 -- name: find_key
 -- A key that may be used now, by its public id.

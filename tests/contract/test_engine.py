@@ -59,7 +59,7 @@ async def test_a_completion_is_ids_with_logprobs(subject: Subject) -> None:
 
 
 async def test_stop_is_sampled_and_length_is_not(subject: Subject) -> None:
-    for tokens in (1, 200):
+    for tokens in (1, 60):
         completion = await subject.engine.complete(subject.request(tokens=tokens))
         stopped = completion.sampled[-1] in subject.template.stop_ids
         assert completion.finish_reason == ("stop" if stopped else "length")

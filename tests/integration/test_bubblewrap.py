@@ -77,6 +77,8 @@ class Owner:
         self, state: Path, *, python: str = sys.executable, uid: int | None = None
     ) -> None:
         settings = load_settings()
+        self.state = state
+        self.running: list[int] = []
         path = os.pathsep.join([str(ROOT), sysconfig.get_path("purelib")])
         self.process = subprocess.Popen(
             [python, OWNER, state, find_bwrap(settings.bwrap), str(settings.sandbox_uid)],
@@ -93,14 +95,21 @@ class Owner:
         )
 
     def ready(self) -> dict[str, Any]:
+        """What it saw, once its endless command runs."""
         assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
+        seen = json.loads(self.process.stdout.readline())
+        self.running = wait_for_descendants(self.process.pid, 4)
+        return seen
 
     def kill(self) -> None:
+        """Kill -9, and whatever it had started is gone after that."""
         self.process.kill()
         self.process.wait()
         assert self.process.stdout is not None
         self.process.stdout.close()
+        assert all(wait_for_end(pid) for pid in self.running)
+        BubblewrapBackend(state_dir=self.state / "next", bwrap=find_bwrap(load_settings().bwrap))
+        assert cgroups_of(self.process.pid) == []
 
 
 @pytest.fixture
@@ -114,37 +123,40 @@ def notes(state: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in (state / "sandboxes").glob("*.json")]
 
 
-def existing(paths: list[str]) -> list[str]:
-    return [path for path in paths if Path(path).exists()]
+def cgroups_of(pid: int) -> list[Path]:
+    """Cgroups that the process made for its sandboxes."""
+    return list(Path("/sys/fs/cgroup").glob(f"**/noria-{pid}-*"))
 
 
 # ---------------------------------------------------------------- what outlives what
 
 
-def test_a_killed_runner_leaves_nothing(owner: Owner, tmp_path: Path) -> None:
+def test_a_killed_runner_leaves_nothing(owner: Owner) -> None:
     owner.ready()
-    running = wait_for_descendants(owner.process.pid, 4)
-    (note,) = notes(tmp_path / "state")
-    owner.kill()
-    assert all(wait_for_end(pid) for pid in running)
-    BubblewrapBackend(state_dir=tmp_path / "state", bwrap=find_bwrap(load_settings().bwrap))
-    assert notes(tmp_path / "state") == []
-    assert existing(note["cgroups"]) == []
+    assert len(notes(owner.state)) == 1
+    limited = cgroups_of(owner.process.pid)
+    owner.process.kill()
+    assert all(wait_for_end(pid) for pid in owner.running)
+    BubblewrapBackend(state_dir=owner.state, bwrap=find_bwrap(load_settings().bwrap))
+    assert notes(owner.state) == []
+    assert [path for path in limited if path.exists()] == []
 
 
 def test_a_live_runners_sandboxes_are_left_alone(owner: Owner, tmp_path: Path) -> None:
     owner.ready()
+    limited = cgroups_of(owner.process.pid)
     (note,) = notes(tmp_path / "state")
-    Leftovers(tmp_path / "state" / "sandboxes").sweep()
+    BubblewrapBackend(state_dir=tmp_path / "state", bwrap=find_bwrap(load_settings().bwrap))
     assert notes(tmp_path / "state") == [note]
     assert runs(note["process"])
+    assert cgroups_of(owner.process.pid) == limited
 
 
 def test_a_surviving_process_of_a_dead_runner_is_ended(tmp_path: Path) -> None:
     survivor = subprocess.Popen(["sleep", "3000"])
     try:
         leftovers = Leftovers(tmp_path)
-        leftovers.note("one", survivor.pid, [])
+        leftovers.note("one", survivor.pid)
         note = json.loads((tmp_path / "one.json").read_text())
         (tmp_path / "one.json").write_text(json.dumps(note | {"owner": "1:0:another-boot"}))
         leftovers.sweep()
@@ -167,13 +179,12 @@ def test_a_recycled_process_id_is_another_process() -> None:
 async def test_closing_leaves_nothing(bubblewrap: BubblewrapBackend, tmp_path: Path) -> None:
     sandboxes = await asyncio.gather(*(bubblewrap.open(SandboxSpec()) for _ in range(8)))
     running = descendants(os.getpid())
-    cgroups = [path for note in notes(tmp_path / "state") for path in note["cgroups"]]
     results = await asyncio.gather(*(sandbox.exec("echo $$") for sandbox in sandboxes))
     assert all(result.exit_code == 0 for result in results)
     await bubblewrap.close()
     assert all(wait_for_end(pid) for pid in running)
     assert notes(tmp_path / "state") == []
-    assert existing(cgroups) == []
+    assert cgroups_of(os.getpid()) == []
     with pytest.raises(SandboxError):
         await sandboxes[0].exec("true")
 
@@ -252,12 +263,10 @@ def test_an_ordinary_user_gets_sandboxes_too(tmp_path_factory: pytest.TempPathFa
     owner = Owner(state, python=python, uid=ORDINARY_UID)
     try:
         seen = owner.ready()
-        running = descendants(owner.process.pid)
-        assert {uid_of(pid) for pid in running} == {ORDINARY_UID}
+        assert {uid_of(pid) for pid in owner.running} == {ORDINARY_UID}
     finally:
         owner.kill()
     assert seen["snapshot"] == digest_of_files({"x": b"1"})
-    assert all(wait_for_end(pid) for pid in running)
 
 
 @needs_root
@@ -315,6 +324,19 @@ async def test_strengths_tell_what_is_in_force(tmp_path: Path) -> None:
     sandbox = await backend.open(SandboxSpec())
     await sandbox.close()
     assert notes(tmp_path) == []
+    await backend.close()
+
+
+async def test_without_a_filter_the_namespaces_still_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.sandbox.bubblewrap.seccomp_filter", lambda: None)
+    backend = BubblewrapBackend(state_dir=tmp_path, bwrap=find_bwrap(load_settings().bwrap))
+    assert backend.strengths()["syscalls"] == "none"
+    sandbox = await backend.open(SandboxSpec())
+    result = await sandbox.exec("grep Seccomp: /proc/self/status; unshare --user true")
+    assert result.stdout.split()[1] == b"0"
+    assert b"unshare failed" in result.stderr
     await backend.close()
 
 

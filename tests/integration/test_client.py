@@ -3,8 +3,10 @@
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -242,25 +244,39 @@ def test_a_line_that_never_delivers_ends_in_words(live_api: LiveApi) -> None:
 
 def test_a_reader_that_leaves_frees_everything(live_api: LiveApi, client: NoriaClient) -> None:
     run = client.create_run("letters", MESSAGE)
-    headers = {"Authorization": f"Bearer {live_api.key}"}
-    waiters = live_api.services.doorbell._waiters
-    with httpx.Client(base_url=live_api.url, headers=headers, timeout=10) as http:
-        for _ in range(3):
-            with http.stream("GET", f"/v1/runs/{run.id}/events") as answer:
-                next(answer.iter_lines())
-                assert waiters
-    live_api.do(until(lambda: not waiters))
+    for _ in range(3):
+        with open_stream(live_api, run.id, live_api.key) as lines:
+            assert "event: admitted" in lines
+            assert live_api.doorbell.ears, "the server follows the run for this reader"
+    live_api.do(asyncio.wait_for(live_api.doorbell.deserted.wait(), 10))
     with psycopg.connect(live_api.database_url) as connection:
         row = connection.execute(
-            "SELECT count(*) FROM pg_stat_activity WHERE state = 'idle in transaction'"
+            "SELECT count(*) FROM pg_stat_activity "
+            "WHERE state = 'idle in transaction' AND datname = current_database()"
         ).fetchone()
     assert row == (0,)
 
 
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
+@contextmanager
+def open_stream(live: LiveApi, run_id: str, key: str) -> Iterator[Iterator[str]]:
+    """The lines of an event stream as they come."""
+    headers = {"Authorization": f"Bearer {key}"}
+    with (
+        httpx.Client(base_url=live.url, headers=headers, timeout=10) as http,
+        http.stream("GET", f"/v1/runs/{run_id}/events") as answer,
+    ):
+        yield answer.iter_lines()
+
+
+def test_revoking_a_key_ends_its_open_streams(live_api: LiveApi, client: NoriaClient) -> None:
+    run = client.create_run("letters", MESSAGE)
+    made = client.create_key("reader", ["runs:read"])
+    with open_stream(live_api, run.id, made.key) as lines:
+        assert "event: admitted" in lines
+        client.revoke_key(made.id)
+        revoked_at = time.monotonic()
+        assert "event: admitted" not in lines, "the stream ends, with nothing more"
+        assert time.monotonic() - revoked_at < 3
 
 
 def test_idle_streams_hold_no_connection_and_are_kept_alive(
@@ -271,13 +287,9 @@ def test_idle_streams_hold_no_connection_and_are_kept_alive(
     beating = threading.Barrier(21, timeout=20)
 
     def follow() -> list[str]:
-        headers = {"Authorization": f"Bearer {live_api.key}"}
         seen: list[str] = []
-        with (
-            httpx.Client(base_url=live_api.url, headers=headers, timeout=10) as http,
-            http.stream("GET", f"/v1/runs/{run.id}/events") as answer,
-        ):
-            for line in answer.iter_lines():
+        with open_stream(live_api, run.id, live_api.key) as lines:
+            for line in lines:
                 if line == ": still here" and line not in seen:
                     seen.append(line)
                     beating.wait()
@@ -316,19 +328,13 @@ def test_a_lost_doorbell_costs_a_second_and_no_event(
 
 def test_a_server_that_stops_ends_its_streams(live_api: LiveApi, client: NoriaClient) -> None:
     run = client.create_run("letters", MESSAGE)
-    headers = {"Authorization": f"Bearer {live_api.key}"}
-    with (
-        httpx.Client(base_url=live_api.url, headers=headers, timeout=10) as http,
-        http.stream("GET", f"/v1/runs/{run.id}/events") as answer,
-    ):
-        lines = answer.iter_lines()
-        while not next(lines).startswith("event: admitted"):
-            pass
+    with open_stream(live_api, run.id, live_api.key) as lines:
+        assert "event: admitted" in lines
         live_api.loop.call_soon_threadsafe(live_api.services.draining.set)
-        assert "data: " in "".join(lines), "the stream ends without an error"
-        ready = http.get("/readyz")
-        assert ready.status_code == 503
-        assert "shutting down" in ready.json()["detail"]
+        assert "event: finished" not in lines, "the stream ends, without an error"
+    ready = httpx.get(f"{live_api.url}/readyz")
+    assert ready.status_code == 503
+    assert "shutting down" in ready.json()["detail"]
 
 
 def test_the_client_does_not_load_the_server() -> None:

@@ -3,12 +3,12 @@
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator, Sequence
+import shutil
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import pytest_asyncio
 import torch
@@ -228,63 +228,81 @@ async def test_all_pinned_is_a_conflict(
     assert "pinned" in response.json()["error"]["message"]
 
 
-def broken_adapter(kind: str, source: Path, folder: Path) -> str:
-    """Make a damaged copy of an adapter in `folder`; returns the words its refusal must have."""
-    folder.mkdir()
-    config = json.loads((source / "adapter_config.json").read_text())
-    tensors = load_file(source / "adapter_model.safetensors")
-    key = next(name for name in tensors if "q_proj.lora_A" in name)
-    match kind:
-        case "rank":
-            config["r"], words = 4, "have shapes"
-        case "shape":
-            tensors[key], words = tensors[key][:, :-1].contiguous(), "have shapes"
-        case "nan":
-            tensors[key][0, 0], words = math.nan, "NaN or infinity"
-        case "half":
-            del tensors[key]
-            words = "only one of lora_A and lora_B"
-        case "layer":
-            for half in ("lora_A", "lora_B"):
-                name = key.replace("lora_A", half)
-                tensors[name.replace("layers.0.", "layers.99.")] = tensors.pop(name)
-            words = "not in the base"
-        case "foreign":
-            tensors["base_model.model.lm_head.weight"] = tensors[key].clone()
-            words = "unknown tensor"
-        case "dora":
-            config["use_dora"], words = True, "use_dora is not supported"
-        case "truncated" | "pickle":
-            words = "not a whole safetensors file" if kind == "truncated" else "safetensors only"
-        case _:
-            raise AssertionError(kind)
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    weights = folder / "adapter_model.safetensors"
-    save_file(tensors, weights)
-    if kind == "truncated":
-        weights.write_bytes(weights.read_bytes()[:-64])
-    if kind == "pickle":
-        weights.rename(folder / "adapter_model.bin")
-    return words
+Damage = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
+QUERY = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["rank", "shape", "nan", "half", "layer", "foreign", "dora", "truncated", "pickle"],
-)
+def _misplace(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    for half in "AB":
+        key = QUERY.format(half)
+        tensors[key.replace("layers.0.", "layers.99.")] = tensors.pop(key)
+
+
+def _halve(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    del tensors[QUERY.format("A")]
+
+
+def _poison(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    tensors[QUERY.format("A")][0, 0] = math.nan
+
+
+def _narrow(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    tensors[QUERY.format("A")] = tensors[QUERY.format("A")][:, :-1].contiguous()
+
+
+def _add_foreign(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    tensors["base_model.model.lm_head.weight"] = torch.zeros(2, 2)
+
+
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "rank": (lambda config, tensors: config.update(r=4), "have shapes"),
+    "shape": (_narrow, "have shapes"),
+    "nan": (_poison, "NaN or infinity"),
+    "half": (_halve, "only one of"),
+    "layer": (_misplace, "not in the base"),
+    "foreign": (_add_foreign, "unknown tensor"),
+    "dora": (lambda config, tensors: config.update(use_dora=True), "use_dora is not supported"),
+    "no alpha": (lambda config, tensors: config.update(lora_alpha=None), "lora_alpha must be"),
+    "not lora": (lambda config, tensors: config.update(peft_type="IA3"), "must be LORA"),
+    "empty": (lambda config, tensors: tensors.clear(), "holds no LoRA tensors"),
+}
+
+
+def load_adapter_files(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    config = json.loads((folder / "adapter_config.json").read_text())
+    return config, load_file(folder / "adapter_model.safetensors")
+
+
+async def refusal(http: httpx.AsyncClient, folder: Path) -> str:
+    """Why loading the folder is refused."""
+    body = {"lora_name": "bad", "lora_path": str(folder)}
+    response = await http.post("/load_lora_adapter", json=body)
+    assert response.status_code == 400
+    return response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
 async def test_a_damaged_adapter_is_refused_with_its_reason(
     http: httpx.AsyncClient, adapter_dir: Path, tmp_path: Path, kind: str
 ) -> None:
-    words = broken_adapter(kind, adapter_dir, tmp_path / kind)
-    body = {"lora_name": "bad", "lora_path": str(tmp_path / kind)}
-    response = await http.post("/load_lora_adapter", json=body)
-    assert response.status_code == 400
-    assert words in response.json()["error"]["message"]
+    config, tensors = load_adapter_files(adapter_dir)
+    damage, words = DAMAGES[kind]
+    damage(config, tensors)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    assert words in await refusal(http, tmp_path)
 
 
-async def test_a_missing_adapter_is_refused(local_engine: OpenAIEngine, tmp_path: Path) -> None:
-    with pytest.raises(EngineRefused, match=r"adapter_config.json: missing"):
-        await local_engine.load_adapter("absent", str(tmp_path))
+async def test_only_whole_safetensors_are_read(
+    http: httpx.AsyncClient, adapter_dir: Path, tmp_path: Path
+) -> None:
+    assert "adapter_config.json: missing" in await refusal(http, tmp_path)
+    shutil.copy(adapter_dir / "adapter_config.json", tmp_path)
+    (tmp_path / "adapter_model.bin").write_bytes(b"a pickle")
+    assert "safetensors only" in await refusal(http, tmp_path)
+    whole = (adapter_dir / "adapter_model.safetensors").read_bytes()
+    (tmp_path / "adapter_model.safetensors").write_bytes(whole[:-64])
+    assert "not a whole safetensors file" in await refusal(http, tmp_path)
 
 
 # ---------------------------------------------------------------- refusals and limits
@@ -349,88 +367,6 @@ async def test_a_full_queue_answers_429_and_a_hang_up_frees_its_place(model_dir:
             while (response := await http.post("/completions", json=served)).status_code == 429:
                 pass
             assert response.json()["usage"]["completion_tokens"] == 2
-
-
-# ---------------------------------------------------------------- the openai client
-
-
-@pytest_asyncio.fixture
-async def client(engine_url: str) -> AsyncGenerator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=engine_url, api_key="none") as client:
-        yield client
-
-
-async def test_the_openai_client_completes(client: openai.AsyncOpenAI, base: str) -> None:
-    assert [model.id async for model in client.models.list()] == [base]
-    whole = await client.completions.create(
-        model=base,
-        prompt="The capital of France is",
-        max_tokens=6,
-        seed=1,
-        logprobs=2,
-        temperature=0,
-    )
-    (choice,) = whole.choices
-    assert choice.logprobs is not None
-    assert "Paris" in choice.text
-    assert len(choice.logprobs.token_logprobs or []) == whole.usage.completion_tokens  # pyright: ignore[reportOptionalMemberAccess]
-    stream = await client.completions.create(
-        model=base,
-        prompt="The capital of France is",
-        max_tokens=6,
-        seed=1,
-        temperature=0,
-        stream=True,
-    )
-    parts = [chunk async for chunk in stream]
-    assert "".join(part.choices[0].text for part in parts) == choice.text
-    assert parts[-1].choices[0].finish_reason == choice.finish_reason
-
-
-async def test_the_openai_client_chats(client: openai.AsyncOpenAI, base: str) -> None:
-    messages: list[Any] = [
-        {"role": "system", "content": "Answer briefly."},
-        {"role": "user", "content": [{"type": "text", "text": "What is the capital of France?"}]},
-    ]
-    options: dict[str, Any] = {
-        "model": base,
-        "messages": messages,
-        "max_tokens": 12,
-        "temperature": 0,
-    }
-    whole = await client.chat.completions.create(**options, logprobs=True, top_logprobs=2)
-    assert whole.choices[0].message.content
-    assert len(whole.choices[0].logprobs.content or []) == whole.usage.completion_tokens  # pyright: ignore[reportOptionalMemberAccess]
-    stream = await client.chat.completions.create(
-        **options, stream=True, stream_options={"include_usage": True}
-    )
-    chunks = [chunk async for chunk in stream]
-    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-    assert text == whole.choices[0].message.content
-    assert chunks[-1].usage == whole.usage.model_copy(
-        update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
-    )  # pyright: ignore[reportOptionalMemberAccess]
-
-
-async def test_a_stop_text_ends_and_is_cut(client: openai.AsyncOpenAI, base: str) -> None:
-    options: dict[str, Any] = {
-        "model": base,
-        "prompt": "1, 2, 3, 4, 5, 6,",
-        "max_tokens": 24,
-        "temperature": 0,
-    }
-    plain = (await client.completions.create(**options)).choices[0].text
-    stop = plain[4:7]
-    whole = (await client.completions.create(**options, stop=[stop])).choices[0]
-    assert whole.finish_reason == "stop"
-    assert whole.text == plain[: plain.index(stop)]
-    stream = await client.completions.create(**options, stop=[stop], stream=True)
-    assert "".join([part.choices[0].text async for part in stream]) == whole.text
-
-
-async def test_an_unknown_model_is_not_found(client: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.NotFoundError):
-        await client.completions.create(model="nothing", prompt="a")
 
 
 async def test_many_at_once_all_finish(

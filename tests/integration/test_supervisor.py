@@ -6,7 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -85,10 +86,14 @@ class Tiny:
         )
 
     def until_ready(self) -> UpRecord:
+        return self.until(lambda record: record.ready)
+
+    def until(self, holds: Callable[[UpRecord], bool]) -> UpRecord:
+        """The first record that holds, from those it prints at every change."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             record = UpRecord.model_validate_json(line)
-            if record.ready:
+            if holds(record):
                 return record
         raise AssertionError(self.process.communicate()[1])
 
@@ -110,8 +115,11 @@ def tiny(home: Path, *services: list[Any]) -> Iterator[Tiny]:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
-    return tmp_path / "data directory"
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A data directory; what a killed supervisor leaves of its sockets goes with the test."""
+    with tempfile.TemporaryDirectory(prefix="noria-t-") as sockets:
+        monkeypatch.setenv("NORIA_RUNTIME_DIR", sockets)
+        yield tmp_path / "data directory"
 
 
 def pids(record: UpRecord) -> list[int]:
@@ -226,9 +234,9 @@ def test_a_second_signal_stops_the_patience(place: Path) -> None:
         running.until_ready()
         below = descendants(running.process.pid)
         running.process.terminate()
-        while running.process.poll() is None:  # signals merge: send until one is the second
-            running.process.terminate()
-        assert running.process.returncode == 0
+        running.until(lambda record: record.process("stubborn").state == "stopping")
+        running.process.terminate()
+        assert running.end()[0] == 0
     assert survivors(below) == []
 
 

@@ -166,7 +166,7 @@ async def test_retry_after_is_honoured_within_the_deadline() -> None:
 
 async def test_a_silent_engine_is_unavailable() -> None:
     async with serving(hang) as (engine, _):
-        with pytest.raises(EngineUnavailable, match="no answer within 0.2 seconds"):
+        with pytest.raises(EngineUnavailable, match=r"no answer within 0\.2 seconds"):
             await engine.complete(CompletionRequest(PolicyId("base"), [1], 4, timeout=0.2))
 
 
@@ -174,7 +174,7 @@ async def test_an_absent_engine_is_unavailable() -> None:
     async with serving(raw(reply())) as (gone, _):
         pass
     engine = OpenAIEngine(gone._base, retries=QUICK)  # pyright: ignore[reportPrivateUsage]
-    with pytest.raises(EngineUnavailable, match="127.0.0.1"):
+    with pytest.raises(EngineUnavailable, match="/v1/completions: "):
         await engine.complete(REQUEST)
     assert not await engine.healthy()
     await engine.close()
@@ -223,7 +223,7 @@ def nan_reply() -> bytes:
         (raw(reply(prompt_token_ids=[9])), "another prompt"),
         (raw({**reply(), "choices": reply()["choices"] * 2}), "choices"),
         (raw(reply(text="x" * 5_000_000)), "longer than"),
-        (raw("x", "200 OK", "Content-Encoding: gzip"), "cannot be decoded"),
+        (raw("x" * 40, "200 OK", "Content-Encoding: gzip"), "cannot be decoded"),
     ],
 )
 async def test_garbage_is_named_and_not_believed(body: bytes, words: str) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.errors import InputError, SandboxError
@@ -28,6 +28,7 @@ def store(tmp_path: Path) -> SnapshotStore:
     return SnapshotStore(tmp_path)
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.dictionaries(PATHS.map("/".join), st.binary(max_size=20), max_size=6))
 def test_files_come_back_and_their_id_is_known_beforehand(
     tmp_path_factory: pytest.TempPathFactory, files: dict[str, bytes]

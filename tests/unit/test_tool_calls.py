@@ -1,4 +1,4 @@
-"""Parsing what a policy wrote: it never raises, mends only what has one reading, takes linear time."""
+"""Parsing what a policy wrote: never raises, mends what has one reading, takes linear time."""
 
 import time
 from typing import Any
@@ -55,8 +55,16 @@ def test_several_calls_are_read_back_in_order(calls: list[ToolCall]) -> None:
 
 FRAGMENTS = st.lists(
     st.sampled_from(
-        ["name", " ", "\n", "=", "{", "}", "[", "]", "(", ")", '"', "'", ",", ":", "\\", "\\u12"]
-        + ["<tool_call>", "</tool_call>", "1e999", "NaN", "null", "a=b", "\x00", "\ud800", "é"]
+        [
+            *"\n ={}[]()\"',:\\é\x00\ud800",
+            "name",
+            "a=b",
+            "\\u12",
+            "<tool_call>",
+            "</tool_call>",
+            "1e999",
+            "NaN",
+        ]
     ),
     max_size=40,
 ).map("".join)
@@ -74,7 +82,7 @@ def test_nothing_raises_and_every_reply_gives_a_call(text: str) -> None:
     [
         ("route queue=cards priority=high", {"queue": "cards", "priority": "high"}),
         ('route queue="cards" priority=\'high\'', {"queue": "cards", "priority": "high"}),
-        ("route reason=card was stolen priority=high", {"reason": "card was stolen", "priority": "high"}),
+        ("route reason=card was stolen n=2", {"reason": "card was stolen", "n": 2}),
         ("route reason=the customer's card.", {"reason": "the customer's card."}),
         ("route(queue=cards, priority=high)", {"queue": "cards", "priority": "high"}),
         ('route({"queue": "cards"})', {"queue": "cards"}),
@@ -89,10 +97,12 @@ def test_nothing_raises_and_every_reply_gives_a_call(text: str) -> None:
         ('{"name": "route", "arguments": {"queue": "cards"}}', {"queue": "cards"}),
         ('{"name": "route", "arguments": "{\\"queue\\": \\"cards\\"}"}', {"queue": "cards"}),
         ('<tool_call>\n{"name": "route", "arguments": {"q": 1}}\n</tool_call>', {"q": 1}),
-        ('<tool_call>{"name":"route","arguments":{"q":"</tool_call>"}}</tool_call>', {"q": "</tool_call>"}),
-        ('route text="a {brace, a \\"quote\\" and </tool_call>"', {"text": 'a {brace, a "quote" and </tool_call>'}),
+        ('<tool_call>{"name":"r","arguments":{"q":"</tool_call>"}}', {"q": "</tool_call>"}),
+        ('route text="a {, a \\"q\\", </tool_call>"', {"text": 'a {, a "q", </tool_call>'}),
         ('route code="print(1)\nprint(2)"', {"code": "print(1)\nprint(2)"}),
-        ("route path=notes/a-b.txt n=-1.5 ok=true none=null id=007", {"path": "notes/a-b.txt", "n": -1.5, "ok": True, "none": None, "id": "007"}),
+        ("route path=notes/a-b.txt n=-1.5", {"path": "notes/a-b.txt", "n": -1.5}),
+        ("route id=007", {"id": "007"}),
+        ("route ok=true none=null", {"ok": True, "none": None}),
         ("I look the customer up first.\nroute queue=cards", {"queue": "cards"}),
         ("```\nroute queue=cards\n```", {"queue": "cards"}),
         ('route text="\\ud83d\\ude00"', {"text": "😀"}),

@@ -16,7 +16,7 @@ import asyncio
 import secrets
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -226,8 +226,8 @@ async def _finished_or_gone(
         await done
     finally:
         gone.cancel()
-        with suppress(asyncio.CancelledError):
-            await gone
+        done.cancel()
+        await asyncio.gather(gone, done, return_exceptions=True)
         if generation.finish is None:
             engine.scheduler.cancel(generation)
 

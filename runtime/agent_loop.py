@@ -255,18 +255,28 @@ async def act(state: LoopState, runtime: Runtime[Session]) -> dict[str, Any]:
     results = list(state["results"])
     step = state["step"] - 1
     for call in state["pending"]:
-        result = await _perform(call, session, announced=call.id in state["announced"])
+        announced = call.id in state["announced"]
+        result, snapshot = await _perform(call, session, announced=announced)
         results.append(result)
         stopped = _answered(call, result, session)
-        await _commit(result, stopped, step, session)
+        await session.recorder.record(
+            Observed(step=step, result=result, snapshot=snapshot),
+            *([stopped] if stopped else []),
+            connector_states=session.states.take(),
+        )
         if stopped is not None:
             return {"pending": [], "results": results, "stop": stopped}
     session.conversation.observe([(r.name, r.content) for r in results])
     return {"pending": [], "results": [], "announced": []}
 
 
-async def _perform(call: ToolCall, session: Session, *, announced: bool) -> ToolResult:
-    """Execute one call; whatever the tool or the arguments get wrong is an observation."""
+async def _perform(
+    call: ToolCall, session: Session, *, announced: bool
+) -> tuple[ToolResult, SnapshotId | None]:
+    """Execute one call; the workspace after it is stored before its result is committed.
+
+    Whatever the tool, the arguments or an unfit workspace get wrong is an observation.
+    """
     started = time.monotonic()
     session.budget.tool_calls += 1
     try:
@@ -276,9 +286,12 @@ async def _perform(call: ToolCall, session: Session, *, announced: bool) -> Tool
         arguments = tool.validate(call.arguments)
         await _announce(call, tool, session, announced=announced)
         output = await tool(_tool_context(call, session), arguments)
+        changed = tool.effect is Effect.WORKSPACE
+        snapshot = await session.sandbox.snapshot() if changed else None
     except ToolError as error:
-        return ToolResult(call_id=call.id, name=call.name, ok=False, content=f"error: {error}")
-    return _result(call, tool, output, time.monotonic() - started)
+        said = f"error: {error}"
+        return ToolResult(call_id=call.id, name=call.name, ok=False, content=said), None
+    return _result(call, tool, output, time.monotonic() - started), snapshot
 
 
 def _answered(call: ToolCall, result: ToolResult, session: Session) -> Stopped | None:
@@ -286,17 +299,6 @@ def _answered(call: ToolCall, result: ToolResult, session: Session) -> Stopped |
         return None
     answer = session.tools.get(call.name).validate(call.arguments)
     return Stopped(outcome="answered", reason="answered", answer=answer)
-
-
-async def _commit(result: ToolResult, stopped: Stopped | None, step: int, session: Session) -> None:
-    """One transaction for the result, what it changed, and the end of the loop if it is one."""
-    changed = result.effect is Effect.WORKSPACE
-    snapshot = await session.sandbox.snapshot() if changed else None
-    await session.recorder.record(
-        Observed(step=step, result=result, snapshot=snapshot),
-        *([stopped] if stopped else []),
-        connector_states=session.states.take(),
-    )
 
 
 def _result(call: ToolCall, tool: Tool, output: ToolOutput, seconds: float) -> ToolResult:

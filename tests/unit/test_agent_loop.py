@@ -314,3 +314,15 @@ async def test_a_demonstration_is_played_by_the_real_loop(
     assert executed.outcome.state is RunState.ACCEPTED
     silent = await play(domain, TASK, [], workplace)
     assert silent.outcome.state is RunState.TIMED_OUT
+
+
+async def test_a_workspace_that_cannot_be_kept_is_the_agents_fault(
+    workplace: Workplace, domain: Domain
+) -> None:
+    deep = "/".join(["d"] * 200)
+    executed, recorder, _ = await run(
+        workplace, domain, (f"write_file path={deep}/x content=y", *GOOD)
+    )
+    first = next(body for body in recorder.bodies if isinstance(body, Observed))
+    assert not first.result.ok
+    assert executed.outcome.state is RunState.ACCEPTED

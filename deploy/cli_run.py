@@ -91,10 +91,11 @@ def read_column(file: Path, column: str | None, limit: int | None) -> list[str]:
             names = list(reader.fieldnames or [])
             chosen = column or (names[0] if len(names) == 1 else None)
             if chosen not in names:
-                fail(f"{file} has no column {column!r}; --column may be: {', '.join(names)}")
+                wrong = f"has no column {column!r}" if column else "has more than one column"
+                fail(f"{file} {wrong}; --column may be: {', '.join(names)}")
             texts = [row[chosen] or "" for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        fail(f"{file} cannot be read as a UTF-8 CSV file: {error}")
+        fail(f"cannot read {file} as a UTF-8 CSV file: {error}")
     if not texts:
         fail(f"{file} has a header and no rows")
     return texts[:limit]

@@ -38,6 +38,7 @@ from runtime.run import (
     Policy,
     RunId,
     Sampling,
+    SnapshotId,
     Stopped,
     Task,
     Thought,

@@ -1,7 +1,7 @@
 """A demonstration: fixed turns played through the real loop, tools, sandbox and checks.
 
-The expert here is a domain's `demonstrate(task, expectation)`, not a model: its turns are written as
-calls, tokenised once and executed like any policy's. That proves that the reference passes, lets
+The expert here is a domain's `demonstrate(task, expectation)`, not a model: its turns are written
+as calls, tokenised once and executed like any policy's. That proves that the reference passes, lets
 certification try cheap attempts, and feeds supervised training; having no logprobs, it never feeds
 reinforcement learning. When the turns are over the expert says nothing, and the limits end the run.
 """

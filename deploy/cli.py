@@ -94,9 +94,9 @@ def doctor(as_json: Json = False) -> None:
 def migrate(as_json: Json = False) -> None:
     """Bring the database to this version's schema."""
     from deploy.attach import running
-    from deploy.composition import prepare_database
     from deploy.embedded import postgres_url
     from deploy.home import Home
+    from deploy.prepare import prepare_database
 
     settings = load_settings()
     if settings.database_url is not None:

@@ -17,14 +17,13 @@ from fastapi import FastAPI
 from connectors.support_desk import SupportDeskFactory
 from runtime.api.app import ApiServices, create_app
 from runtime.checks.certification import Certification, certify
-from runtime.database import Database, Doorbell, migrate
+from runtime.database import Database, Doorbell
 from runtime.demonstration import play
 from runtime.domain import Domain, discover
 from runtime.engine.openai import OpenAIEngine
 from runtime.engine.templates import ChatTemplate
 from runtime.engine.weights import base_digest, ensure_model
 from runtime.errors import NotFound, StoreError
-from runtime.key_store import bootstrap_key
 from runtime.run import Policy, PolicyId, Task, ToolCall
 from runtime.run_executor import Executed, RunExecutor, Workplace
 from runtime.runner import Runner
@@ -94,15 +93,6 @@ def _required(value: str | None, variable: str) -> str:
     if value is None:
         raise StoreError(f"{variable} is not set; `noria up` sets it for the embedded stack")
     return value
-
-
-async def prepare_database(settings: Settings) -> list[str]:
-    """Bring the schema up to date and see that the home has its key; the migrations applied."""
-    url = database_url(settings)
-    applied = await migrate(url)
-    async with Database(url, size=1) as database:
-        await bootstrap_key(database, settings.home.absolute() / "secrets")
-    return applied
 
 
 async def certify_domains(

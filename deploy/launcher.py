@@ -181,7 +181,15 @@ class Installation:
             check_disk(self.clone.root)
             self._make_venv()
         self.clone.stamp.unlink(missing_ok=True)
-        self._install()
+        try:
+            self._install()
+        except SetupFailed as error:
+            if self.uv is None:
+                raise
+            say(f"{error}\nnoria: going on with pip instead of uv")
+            self.uv = None
+            self._make_venv()
+            self._install()
         self._write_stamp()
         say(f"set up; {self.downloads.summary()}")
 

@@ -81,7 +81,7 @@ def notify_ready() -> None:
 
 def run_migrate(settings: Settings) -> None:
     """Bring the database to this version's schema and see that the home has its key."""
-    from deploy.composition import prepare_database
+    from deploy.prepare import prepare_database
 
     for name in asyncio.run(prepare_database(settings)):
         print(f"applied {name}")

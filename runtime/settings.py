@@ -9,8 +9,10 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, AliasChoices, Field, SecretStr
+from pydantic import AfterValidator, AliasChoices, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from runtime.errors import InputError
 
 CLONE = Path(__file__).resolve().parent.parent
 """Root of the source tree this process runs from."""
@@ -69,7 +71,16 @@ class Settings(BaseSettings):
 
 
 def load_settings() -> Settings:
-    return Settings()
+    """This process's settings. Raises InputError naming every variable that cannot be read."""
+    try:
+        return Settings()
+    except ValidationError as error:
+        wrong = [f"{_variable(each['loc'])}: {each['msg']}" for each in error.errors()]
+        raise InputError("; ".join(wrong)) from error
+
+
+def _variable(where: tuple[int | str, ...]) -> str:
+    return f"NORIA_{str(where[0]).upper().removeprefix('NORIA_')}"
 
 
 def child_environment(**changes: str | None) -> dict[str, str]:

@@ -3,6 +3,7 @@
 pytest_plugins = [
     "tests.fixtures.services",
     "tests.fixtures.model",
+    "tests.fixtures.real_data",
     "tests.fixtures.sandbox",
     "tests.fixtures.stack",
     "tests.fixtures.domains",

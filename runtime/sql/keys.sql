@@ -1,3 +1,5 @@
+-- API keys, by name.
+
 -- name: insert_key
 INSERT INTO runtime.api_keys (tenant_id, id, name, secret_hash, scopes, expires_at)
 VALUES (%(tenant_id)s, %(id)s, %(name)s, %(secret_hash)s, %(scopes)s, %(expires_at)s)

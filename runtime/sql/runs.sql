@@ -1,3 +1,5 @@
+-- Runs, events, model calls and connector states, by name.
+
 -- name: insert_run
 -- One row per idempotency key: a second insert with the same key inserts nothing.
 INSERT INTO runtime.runs

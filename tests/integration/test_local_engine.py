@@ -369,6 +369,20 @@ async def test_a_full_queue_answers_429_and_a_hang_up_frees_its_place(model_dir:
             assert response.json()["usage"]["completion_tokens"] == 2
 
 
+async def test_a_stream_that_is_left_frees_its_place(
+    http: httpx.AsyncClient, base: PolicyId
+) -> None:
+    body = {"model": base, "prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    async with http.stream("POST", "/completions", json=body) as response:
+        assert (await anext(response.aiter_lines())).startswith("data: {")
+        assert await metric(http, "running") == 1
+    while await metric(http, "running"):
+        pass
+    assert (await http.get(str(http.base_url).removesuffix("v1/") + "health")).json() == {
+        "status": "ok"
+    }
+
+
 async def test_many_at_once_all_finish(
     local_engine: OpenAIEngine, base: PolicyId, model_template: ChatTemplate
 ) -> None:

@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 
 from runtime.client import NoriaClient
-from runtime.settings import load_settings
 
-MESSAGES = load_settings().test_data / "banking77" / "test.csv"
 COUNT = 100
 
 
@@ -19,9 +17,8 @@ def first_messages(path: Path, count: int) -> list[str]:
 
 @pytest.mark.model
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not MESSAGES.exists(), reason=f"no real messages at {MESSAGES}")
-def test_real_messages_get_a_verdict_each(client: NoriaClient) -> None:
-    messages = first_messages(MESSAGES, COUNT)
+def test_real_messages_get_a_verdict_each(real_data: Path, client: NoriaClient) -> None:
+    messages = first_messages(real_data / "banking77" / "test.csv", COUNT)
     admitted = [client.create_run("support_triage", {"message": text}) for text in messages]
     assert len({run.id for run in admitted}) == COUNT
     for run in admitted:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -59,6 +60,7 @@ def test_a_killed_conversion_leaves_nothing_that_loads(tmp_path: Path) -> None:
     folder = ensure_model(tmp_path, None, quiet)
     assert base_digest(folder) == BASE
     assert [p.name for p in (tmp_path / "models").iterdir() if p.is_dir()] == [folder.name]
+    shutil.rmtree(tmp_path / "models")  # half a gigabyte that pytest would keep
 
 
 def test_a_folder_is_converted_exactly_once(source: Path, tmp_path: Path) -> None:

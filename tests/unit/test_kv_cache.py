@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -39,6 +39,7 @@ def fill(store: PrefixStore, policy: str, ids: list[int]) -> None:
     store.insert(policy, ids, segment_of(ids))
 
 
+@settings(deadline=None)
 @given(stored=st.lists(IDS, max_size=8), asked=IDS)
 def test_the_longest_stored_prefix_is_found_with_its_values(
     stored: list[list[int]], asked: list[int]
@@ -53,6 +54,7 @@ def test_the_longest_stored_prefix_is_found_with_its_values(
         assert torch.equal(values, segment_of(asked)(0, found.length))
 
 
+@settings(deadline=None)
 @given(stored=st.lists(st.tuples(st.sampled_from("pq"), IDS), max_size=12))
 def test_what_is_shared_is_stored_once_and_counted(stored: list[tuple[str, list[int]]]) -> None:
     store = PrefixStore(1 << 20)
@@ -65,6 +67,7 @@ def test_what_is_shared_is_stored_once_and_counted(stored: list[tuple[str, list[
     assert store.find("p", [0, 1, 2]).length == 0
 
 
+@settings(deadline=None)
 @given(stored=st.lists(IDS, max_size=12), bound=st.integers(0, 12))
 def test_bytes_are_bounded(stored: list[list[int]], bound: int) -> None:
     store = PrefixStore(bound * TOKEN_BYTES)

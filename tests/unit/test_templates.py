@@ -88,6 +88,7 @@ def test_the_whole_is_what_chat_models_know(byte: ChatTemplate) -> None:
     )
 
 
+@settings(deadline=None)
 @given(text=WORDS, reply=WORDS, results=st.lists(WORDS, max_size=3), cut=st.booleans())
 def test_built_turn_by_turn_equals_the_whole(
     text: str, reply: str, results: list[str], cut: bool
@@ -160,7 +161,7 @@ def test_the_real_tokeniser_cannot_be_forged(model_template: ChatTemplate) -> No
 
 
 @pytest.mark.model
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(text=WORDS, reply=WORDS, results=st.lists(WORDS, max_size=2), cut=st.booleans())
 def test_the_real_tokeniser_builds_turn_by_turn(
     model_template: ChatTemplate, text: str, reply: str, results: list[str], cut: bool
@@ -168,8 +169,14 @@ def test_the_real_tokeniser_builds_turn_by_turn(
     assert_incremental(model_template, text, reply, results, cut=cut)
 
 
+@pytest.fixture(scope="module")
+def whole_tokenizer(model_dir: Path) -> Tokenizer:
+    """The model's tokeniser as others use it: markers in text become control tokens."""
+    return Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+
+
 @pytest.mark.model
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(
     turns=st.lists(
         st.tuples(st.sampled_from(["user", "tool"]), WORDS.filter(lambda text: "<|" not in text)),
@@ -178,12 +185,11 @@ def test_the_real_tokeniser_builds_turn_by_turn(
     )
 )
 def test_ids_are_those_of_the_rendered_text(
-    model_dir: Path, model_template: ChatTemplate, turns: list[tuple[str, str]]
+    whole_tokenizer: Tokenizer, model_template: ChatTemplate, turns: list[tuple[str, str]]
 ) -> None:
     """Tokenising the whole text at once, markers and all, gives the same ids."""
     text = "<|im_start|>system\nYou help.<|im_end|>\n" + "".join(
         f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns
     )
-    whole = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-    ids = whole.encode(f"{text}<|im_start|>assistant\n", add_special_tokens=False).ids
+    ids = whole_tokenizer.encode(f"{text}<|im_start|>assistant\n", add_special_tokens=False).ids
     assert model_template.opening("You help.", [], turns) == ids

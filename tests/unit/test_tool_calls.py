@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.engine.tool_calls import MAX_CALLS, MAX_CHARACTERS, format_call, parse_calls
@@ -41,11 +41,13 @@ def error_of(text: str) -> str:
     return call.error
 
 
+@settings(deadline=None)
 @given(CALLS)
 def test_what_is_written_is_read_back(call: ToolCall) -> None:
     assert parse_calls(format_call(call), 0) == [call]
 
 
+@settings(deadline=None)
 @given(st.lists(CALLS, min_size=1, max_size=4))
 def test_several_calls_are_read_back_in_order(calls: list[ToolCall]) -> None:
     read = parse_calls("\n".join(map(format_call, calls)), 7)
@@ -70,6 +72,7 @@ FRAGMENTS = st.lists(
 ).map("".join)
 
 
+@settings(deadline=None)
 @given(st.text() | FRAGMENTS)
 def test_nothing_raises_and_every_reply_gives_a_call(text: str) -> None:
     calls = parse_calls(text, 3)

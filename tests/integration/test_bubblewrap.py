@@ -10,7 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,13 @@ def descendants(pid: int) -> list[int]:
     for each in found:
         found += [child for child, parent in parents.items() if parent == each]
     return found[1:]
+
+
+@pytest.fixture
+def ours() -> Callable[[], list[int]]:
+    """This process's descendants since the test began (a session's services run before)."""
+    before = set(descendants(os.getpid()))
+    return lambda: [pid for pid in descendants(os.getpid()) if pid not in before]
 
 
 def wait_for_descendants(pid: int, count: int) -> list[int]:
@@ -176,9 +183,11 @@ def test_a_recycled_process_id_is_another_process() -> None:
     assert not runs(f"{pid}:{started}:another-boot")
 
 
-async def test_closing_leaves_nothing(bubblewrap: BubblewrapBackend, tmp_path: Path) -> None:
+async def test_closing_leaves_nothing(
+    bubblewrap: BubblewrapBackend, tmp_path: Path, ours: Callable[[], list[int]]
+) -> None:
     sandboxes = await asyncio.gather(*(bubblewrap.open(SandboxSpec()) for _ in range(8)))
-    running = descendants(os.getpid())
+    running = ours()
     results = await asyncio.gather(*(sandbox.exec("echo $$") for sandbox in sandboxes))
     assert all(result.exit_code == 0 for result in results)
     await bubblewrap.close()
@@ -189,9 +198,11 @@ async def test_closing_leaves_nothing(bubblewrap: BubblewrapBackend, tmp_path: P
         await sandboxes[0].exec("true")
 
 
-async def test_a_cancelled_call_ends_the_sandbox(bubblewrap: BubblewrapBackend) -> None:
+async def test_a_cancelled_call_ends_the_sandbox(
+    bubblewrap: BubblewrapBackend, ours: Callable[[], list[int]]
+) -> None:
     sandbox = await bubblewrap.open(SandboxSpec())
-    running = descendants(os.getpid())
+    running = ours()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
             await sandbox.exec("sleep 3000")
@@ -201,9 +212,11 @@ async def test_a_cancelled_call_ends_the_sandbox(bubblewrap: BubblewrapBackend) 
     assert all(wait_for_end(pid) for pid in running)
 
 
-async def test_a_dead_helper_is_an_infrastructure_failure(bubblewrap: BubblewrapBackend) -> None:
+async def test_a_dead_helper_is_an_infrastructure_failure(
+    bubblewrap: BubblewrapBackend, ours: Callable[[], list[int]]
+) -> None:
     sandbox = await bubblewrap.open(SandboxSpec())
-    (outer,) = [pid for pid in descendants(os.getpid()) if len(descendants(pid)) == 1]
+    (outer,) = [pid for pid in ours() if len(descendants(pid)) == 1]
     os.kill(descendants(outer)[0], signal.SIGKILL)
     with pytest.raises(SandboxError, match="gone"):
         await sandbox.exec("true")
@@ -221,10 +234,12 @@ def test_no_secret_of_the_runner_is_inside(owner: Owner) -> None:
 
 
 @needs_root
-async def test_nothing_inside_is_root_outside(bubblewrap: BubblewrapBackend) -> None:
+async def test_nothing_inside_is_root_outside(
+    bubblewrap: BubblewrapBackend, ours: Callable[[], list[int]]
+) -> None:
     await bubblewrap.open(SandboxSpec())
     wanted = load_settings().sandbox_uid
-    assert {uid_of(pid) for pid in descendants(os.getpid())} == {wanted}
+    assert {uid_of(pid) for pid in ours()} == {wanted}
 
 
 def python_for_everyone() -> str | None:

@@ -221,10 +221,15 @@ def _limits(settings: Settings) -> Iterator[Finding]:
         strengths = backend.strengths()
     for name, strength in strengths.items():
         level, costs = STRENGTHS[strength]
+        if strength == "soft" and name not in KERNEL_CAN:
+            level, costs = "ok", ""
         yield Finding(
             name=f"limit: {name.replace('_', ' ')}", level=level, found=strength, costs=costs
         )
 
+
+KERNEL_CAN = frozenset({"memory", "processes", "disk", "inodes"})
+"""Limits that a kernel holds where it may; the others are held softly everywhere."""
 
 STRENGTHS: dict[str, tuple[Level, str]] = {
     "hard": ("ok", ""),

@@ -1,9 +1,9 @@
 """The launcher behind `./noria`: makes `.venv`, installs, hands over. Standard library only.
 
-A stamp in `.venv`, written last, says what was installed and for which Python and place; while it
-matches, a start costs a few file reads and an exec. Without a stamp whatever lies in `.venv` is
-half made and is made again. An exclusive lock on the clone's folder lets a second launcher wait
-for the first one's installation.
+A stamp in `.venv`, written last, says what was installed, where, and over which Python; while it
+matches, a start costs a few file reads and an exec, whichever Python it began with. Without a stamp
+whatever lies in `.venv` is half made and is made again. An exclusive lock on the clone's folder
+lets a second launcher wait for the first one's installation.
 
 Imports of what only an installation needs happen there, because every start of every command comes
 through here.
@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -75,17 +75,25 @@ class Clone:
         self.stamp = self.venv / "noria-stamp.json"
 
     def digest(self) -> str:
-        """Of everything that an installation depends on."""
-        digest = hashlib.sha256(made_by(self.root).encode())
+        """Of the files that say what to install."""
+        digest = hashlib.sha256()
         for name in STAMPED:
             digest.update(b"\0" + (self.root / name).read_bytes())
         return digest.hexdigest()
 
     def installed(self, extras: Sequence[str]) -> bool:
-        """Whether `.venv` is whole, is for this Python and place, and has the extras."""
+        """Whether `.venv` works here, is up to date, and has the extras."""
         stamp = self.read_stamp()
-        current = stamp.get("digest") == self.digest() and os.access(self.python, os.X_OK)
+        current = self.works(stamp) and stamp.get("digest") == self.digest()
         return current and set(extras) <= set(stamp.get("extras", ()))
+
+    def works(self, stamp: Mapping[str, Any]) -> bool:
+        """Whether a finished `.venv` still lies where it was made, over the same Python."""
+        return stamp.get("place") == self.place() and os.access(self.python, os.X_OK)
+
+    def place(self) -> list[str]:
+        """What a virtual environment does not survive a change of."""
+        return [str(self.root), os.path.realpath(self.python)]
 
     def read_stamp(self) -> dict[str, Any]:
         try:
@@ -169,8 +177,7 @@ class Installation:
         self.clone = clone
         stamp = clone.read_stamp()
         self.extras = sorted({*wanted, *stamp.get("extras", ())})
-        usable = os.access(clone.python, os.X_OK)
-        self.whole = usable and stamp.get("made_by") == made_by(clone.root)
+        self.whole = clone.works(stamp)
         self.uv = which("uv")
         self.downloads = Downloads()
 
@@ -252,16 +259,11 @@ class Installation:
         stamp = {
             "digest": self.clone.digest(),
             "extras": self.extras,
-            "made_by": made_by(self.clone.root),
+            "place": self.clone.place(),
         }
         part = self.clone.stamp.with_suffix(".part")
         part.write_text(json.dumps(stamp))
         part.replace(self.clone.stamp)
-
-
-def made_by(root: Path) -> str:
-    """Names what a virtual environment cannot survive a change of."""
-    return f"{sys.version_info[0]}.{sys.version_info[1]} {sys.base_prefix} {root}"
 
 
 def has_nvidia() -> bool:

@@ -18,7 +18,7 @@ from runtime.context import Conversation
 from runtime.domain import Domain
 from runtime.engine.protocol import Engine
 from runtime.engine.templates import ChatTemplate
-from runtime.errors import DomainError, LeaseLost, NoriaError
+from runtime.errors import DomainError, LeaseLost, NoriaError, SandboxError
 from runtime.fold import Folded, fold, seconds_spent
 from runtime.journal import ConnectorStates, Journal, Recorder
 from runtime.limits import Budget
@@ -112,6 +112,8 @@ class RunExecutor:
             return Executed(_failed(RunState.NEEDS_ATTENTION, error, journal, budget), None)
         except NoriaError as error:
             return Executed(_failed(RunState.ERROR, error, journal, budget), None)
+        except OSError as error:  # this host, not the agent: a full disk, too few descriptors
+            return Executed(_failed(RunState.ERROR, _host_failure(error), journal, budget), None)
 
     async def _open(
         self,
@@ -272,6 +274,15 @@ def _judged(stopped: Stopped, verdict: Verdict) -> tuple[RunState, str | None]:
         return RunState.ACCEPTED, None
     failed = [c.reason for c in verdict.checks if c.required and c.status == "failed"]
     return RunState.REJECTED, "; ".join(failed) or None
+
+
+def _host_failure(error: OSError) -> SandboxError:
+    what = error.strerror or type(error).__name__
+    where = f" at {error.filename}" if error.filename else ""
+    return SandboxError(
+        f"this host could not keep the workspace: {what}{where}; mend it there (free disk space, "
+        "raise limits) and send the run again"
+    )
 
 
 def _failed(state: RunState, error: NoriaError, journal: Journal, budget: Budget) -> Outcome:

@@ -1,7 +1,9 @@
 """The loop on shipped fakes: what it records, how it ends, and that a record folds back."""
 
+import errno
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from runtime.run import (
     RunId,
     RunState,
     Sampling,
+    SnapshotId,
     Started,
     Task,
     Thought,
@@ -215,6 +218,24 @@ async def test_seconds_the_engine_used_are_not_the_agents_fault(
     assert executed.outcome.state is RunState.ERROR
     assert executed.outcome.failure is not None
     assert executed.outcome.failure.code == EngineUnavailable.code
+
+
+class FullDisk(MemoryBackend):
+    """A fake back end whose host has no space left."""
+
+    async def store(self, files: Mapping[str, bytes]) -> SnapshotId:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/snapshots")
+
+
+async def test_a_full_disk_is_an_error_that_says_so(
+    tmp_path: Path, domain: Domain, workplace: Workplace
+) -> None:
+    full = Workplace(FullDisk(state_dir=tmp_path), workplace.connectors, workplace.template)
+    executed, _, _ = await run(full, domain, GOOD)
+    assert executed.outcome.state is RunState.ERROR
+    assert executed.verdict is None
+    assert executed.outcome.reason is not None
+    assert "No space left on device at /data/snapshots" in executed.outcome.reason
 
 
 async def test_only_the_first_answer_counts(workplace: Workplace, domain: Domain) -> None:

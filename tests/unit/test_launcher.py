@@ -201,12 +201,18 @@ def test_what_is_installed_is_told_by_the_stamp(miniature: Path) -> None:
     assert not clone.installed(["ui"]), "no stamp: half made"
     clone.stamp.write_text("{ cut off")
     assert not clone.installed(["ui"])
-    clone.stamp.write_text(json.dumps({"digest": clone.digest(), "extras": ["ui", "serve"]}))
+    stamp = {"digest": clone.digest(), "place": clone.place(), "extras": ["ui", "serve"]}
+    clone.stamp.write_text(json.dumps(stamp))
     assert clone.installed(["ui"])
     assert not clone.installed(["ui", "dev"])
     (miniature / "constraints.txt").write_text("other==1\n")
     assert not clone.installed(["ui"]), "the pins changed"
-    clone.stamp.write_text(json.dumps({"digest": clone.digest(), "extras": ["ui"]}))
+    stamp["digest"] = clone.digest()
+    clone.stamp.write_text(json.dumps(stamp))
+    assert clone.installed(["ui"])
+    moved = Clone(miniature.rename(miniature.with_name("moved")))
+    assert not moved.installed(["ui"]), "a virtual environment cannot be moved"
+    moved.root.rename(miniature)
     clone.python.unlink()
     clone.python.symlink_to("/nowhere/python")
     assert not clone.installed(["ui"]), "its Python is gone"

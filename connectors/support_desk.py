@@ -14,7 +14,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, cast, get_args
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from runtime.errors import DomainError, ToolError
 from runtime.tools import (
@@ -47,12 +48,20 @@ Queue = Literal[
 Priority = Literal["low", "normal", "high"]
 Reason = Annotated[str, Field(min_length=1, max_length=80)]
 
+Status = Literal["active", "closed"]
+Plan = Literal["basic", "plus", "gold"]
+Text = Annotated[str, Field(min_length=1, max_length=200)]
+Id = Annotated[str, Field(pattern=r"^[A-Z0-9_-]{1,40}$")]
+"""Of a customer or ticket: upper case, as looking up makes it, and no dots, which divide paths."""
+
 QUEUES: tuple[str, ...] = get_args(Queue)
-STATUSES = ("active", "closed")
-PLANS = ("basic", "plus", "gold")
+STATUSES: tuple[str, ...] = get_args(Status)
+PLANS: tuple[str, ...] = get_args(Plan)
 CUSTOMERS = 24
 DEFAULT_CUSTOMER = "C100"
 """Who wrote the current ticket where nobody says."""
+MAX_NAMED = 10
+"""Wrong fields told of one initial state."""
 
 _NAMES = (
     "Ada Okoro", "Ben Castillo", "Chiara Russo", "Dmitri Novak", "Elif Demir", "Farah Aziz",
@@ -108,15 +117,72 @@ def _open_ticket(customer_id: str) -> dict[str, Json]:
     return {"customer_id": customer_id, "status": "open", **routing}
 
 
+# ---------------------------------------------------------------- what a task may fix
+
+
+class _Fixed(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class _Customer(_Fixed):
+    name: Text
+    status: Status
+    plan: Plan
+
+
+class _OldTicket(_Fixed):
+    customer_id: Id
+    status: Literal["closed"]
+    queue: Queue
+
+
+class _Ticket(_Fixed):
+    customer_id: Id = DEFAULT_CUSTOMER
+    status: Literal["open", "routed"] = "open"
+    queue: Queue | None = None
+    priority: Priority | None = None
+    reason: Reason | None = None
+
+
+class _Initial(_Fixed):
+    """The part of a desk that a task fixes; whatever it leaves out comes from the seed."""
+
+    customers: dict[Id, _Customer] = Field(default_factory=dict[str, _Customer])
+    tickets: dict[Id, _OldTicket] = Field(default_factory=dict[str, _OldTicket])
+    ticket: _Ticket = _Ticket()
+
+
 def _merged(initial: Mapping[str, Json], seed: int) -> dict[str, Json]:
-    """The seeded desk with what a task fixes: customers are added, the other keys replaced."""
+    """The seeded desk with what a task fixes: customers are added, the other keys replaced.
+
+    Raises DomainError naming each field of the wrong shape.
+    """
     desk = seeded(seed)
-    if unknown := set(initial) - set(desk):
-        what = f"support_desk: unknown state {sorted(unknown)}; allowed: {', '.join(desk)}"
-        raise DomainError(what)
-    customers = {**desk["customers"], **initial.get("customers", {})}
-    ticket = {**desk["ticket"], **initial.get("ticket", {})}
-    return {**desk, **copy.deepcopy({**initial, "customers": customers, "ticket": ticket})}
+    fixed = _checked(initial).model_dump(exclude_unset=True)
+    customers = {**desk["customers"], **fixed.pop("customers", {})}
+    ticket = {**desk["ticket"], **fixed.pop("ticket", {})}
+    return {**desk, **fixed, "customers": customers, "ticket": ticket}
+
+
+def _checked(initial: Json) -> _Initial:
+    if not isinstance(initial, Mapping):
+        raise DomainError("support_desk: the initial state is not an object; allowed: an object")
+    if unknown := sorted(map(str, set(initial) - set(_Initial.model_fields))):
+        allowed = ", ".join(_Initial.model_fields)
+        raise DomainError(f"support_desk: unknown state {unknown}; allowed: {allowed}")
+    try:
+        return _Initial.model_validate(initial)
+    except ValidationError as error:
+        wrong = [_said(each) for each in error.errors()[:MAX_NAMED]]
+        raise DomainError(f"support_desk: initial state: {'; '.join(wrong)}") from error
+
+
+def _said(error: ErrorDetails) -> str:
+    where = ".".join(str(part) for part in error["loc"] if part != "[key]")
+    return f"{where}: {error['msg'][:1].lower()}{error['msg'][1:]}"
+
+
+# ---------------------------------------------------------------- the open desk
 
 
 class SupportDesk:
@@ -208,4 +274,4 @@ class SupportDeskFactory:
         stored = state.load()
         if stored is not None:
             return SupportDesk(copy.deepcopy(stored["desk"]), dict(stored["effects"]), state)
-        return SupportDesk(_merged(initial or {}, seed), {}, state)
+        return SupportDesk(_merged({} if initial is None else initial, seed), {}, state)

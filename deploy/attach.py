@@ -110,7 +110,7 @@ def _start_up(
 
 def _text(settings: Settings, name: str) -> str | None:
     value = getattr(settings, name)
-    if value is None or name == "notify_fd":
+    if value is None or name in ("notify_fd", "listen_fd"):
         return None
     return value.get_secret_value() if hasattr(value, "get_secret_value") else str(value)
 

@@ -56,8 +56,15 @@ class ChildSpec:
     mounts: tuple[tuple[Path, Path], ...] = ()
     lock: Path | None = None
     """Lock file of the data directory the child writes."""
+    listener: int | None = None
+    """Descriptor of a listening socket that the child is to serve."""
     leftovers: tuple[Path, ...] = ()
     """What a killed predecessor may have left; removed once the lock is held."""
+
+
+def _descriptors(notify: int, listener: int | None) -> dict[str, str]:
+    names = {"NORIA_NOTIFY_FD": notify, "NORIA_LISTEN_FD": listener}
+    return {name: str(fd) for name, fd in names.items() if fd is not None}
 
 
 class ChildFailed(CannotRun):
@@ -88,7 +95,7 @@ class Child:
         """Raises CannotRun where the data directory stays locked."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         lock = await _locked(spec.lock) if spec.lock else None
-        inherited = [theirs.fileno()] + ([] if lock is None else [lock])
+        inherited = [fd for fd in (theirs.fileno(), lock, spec.listener) if fd is not None]
         try:
             for leftover in spec.leftovers:
                 leftover.unlink(missing_ok=True)
@@ -98,7 +105,7 @@ class Child:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env={**spec.env, "NORIA_NOTIFY_FD": str(theirs.fileno())},
+                    env={**spec.env, **_descriptors(theirs.fileno(), spec.listener)},
                     pass_fds=inherited,
                     start_new_session=True,
                 )

@@ -3,7 +3,7 @@
 from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from deploy.cli_client import client, complete_key
 from deploy.cli_output import console, print_json
@@ -36,7 +36,7 @@ def list_keys(as_json: Json = False) -> None:
     if as_json:
         print_json({"keys": [key.model_dump(mode="json") for key in keys]})
         return
-    table = Table("id", "name", "scopes", "created", "revoked")
+    table = Table(Column("id", no_wrap=True), "name", "scopes", "created", "revoked")
     for key in keys:
         revoked = "" if key.revoked_at is None else f"{key.revoked_at:%Y-%m-%d %H:%M}"
         created = f"{key.created_at:%Y-%m-%d %H:%M}"

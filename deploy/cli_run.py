@@ -87,18 +87,30 @@ def read_column(file: Path, column: str | None, limit: int | None) -> list[str]:
     """The texts of one column. Ends the command with a sentence where there is no such thing."""
     try:
         with file.open(newline="", encoding="utf-8-sig") as lines:
-            reader = csv.DictReader(lines)
+            reader = csv.DictReader(lines, strict=True)
             names = list(reader.fieldnames or [])
+            if not names:
+                fail(f"{file} is empty; a header and rows are needed")
             chosen = column or (names[0] if len(names) == 1 else None)
             if chosen not in names:
                 wrong = f"has no column {column!r}" if column else "has more than one column"
                 fail(f"{file} {wrong}; --column may be: {', '.join(names)}")
-            texts = [row[chosen] or "" for row in reader]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+            texts = [_cell(file, reader, row, chosen) for row in reader]
+    except csv.Error as error:
+        fail(f"{file} is not CSV to its end: {error}; is a quote left open?")
+    except (OSError, UnicodeDecodeError) as error:
         fail(f"cannot read {file} as a UTF-8 CSV file: {error}")
     if not texts:
         fail(f"{file} has a header and no rows")
     return texts[:limit]
+
+
+def _cell(file: Path, reader: "csv.DictReader[str]", row: dict[Any, Any], column: str) -> str:
+    """One text; a row whose number of fields is not the header's ends the command."""
+    if None in row or None in row.values():
+        fields = len(reader.fieldnames or [])
+        fail(f"{file}:{reader.line_num}: this row has not {fields} fields as the header has")
+    return row[column]
 
 
 def _content(path: Path) -> bytes:

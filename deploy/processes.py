@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from runtime.errors import NoriaError
 from runtime.settings import Settings, load_settings
 
 ORPHAN_SECONDS = 10
@@ -128,7 +129,8 @@ def run_api(settings: Settings) -> None:
         log_level="warning",
         server_header=False,
     )
-    Announced(config).run()
+    held = None if settings.listen_fd is None else [socket.socket(fileno=settings.listen_fd)]
+    Announced(config).run(sockets=held)
 
 
 def run_runner(settings: Settings) -> None:
@@ -154,7 +156,10 @@ def main(arguments: list[str]) -> None:
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     notifier()
-    PROCESSES[arguments[0]](load_settings())
+    try:
+        PROCESSES[arguments[0]](load_settings())
+    except NoriaError as error:
+        sys.exit(f"noria: {error}")
 
 
 if __name__ == "__main__":

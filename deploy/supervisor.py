@@ -11,14 +11,15 @@ in production; it holds no state beyond `up.json`.
 """
 
 import asyncio
+import errno
 import os
 import platform
 import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -65,6 +66,13 @@ class Stack:
     engine_url: str | None
     notes: tuple[str, ...] = ()
     """What was decided otherwise than asked, one sentence each."""
+    listener: socket.socket | None = None
+    """The API's address, held from the start so that nobody takes it while the API gets ready."""
+
+    def close(self) -> None:
+        """Let go of the address."""
+        if self.listener is not None:
+            self.listener.close()
 
 
 def plan(settings: Settings, only: Sequence[str] = ()) -> Stack:
@@ -74,7 +82,8 @@ def plan(settings: Settings, only: Sequence[str] = ()) -> Stack:
     """
     home = Home.of(settings)
     home.create()
-    port, notes = _api_port(settings) if not only or "api" in only else (settings.port, ())
+    listener, notes = _listen(settings) if not only or "api" in only else (None, ())
+    port = listener.getsockname()[1] if listener else settings.port
     engine_url = settings.engine_url or f"http://127.0.0.1:{free_port()}/v1"
     env = child_environment(
         NORIA_HOME=str(home.root),
@@ -87,7 +96,7 @@ def plan(settings: Settings, only: Sequence[str] = ()) -> Stack:
         OMP_WAIT_POLICY="passive",
         GOMP_SPINCOUNT="0",
     )
-    stack = _chosen(services(home, settings, env), only)
+    stack = _chosen(services(home, settings, env, listener), only)
     names = {service.name for service in stack}
     return Stack(
         home=home,
@@ -97,14 +106,22 @@ def plan(settings: Settings, only: Sequence[str] = ()) -> Stack:
         api_url=f"http://{settings.host}:{port}" if "api" in names else None,
         engine_url=engine_url if "engine" in names or settings.engine_url else None,
         notes=notes,
+        listener=listener,
     )
 
 
-def services(home: Home, settings: Settings, env: Mapping[str, str]) -> tuple[Service, ...]:
+def services(
+    home: Home,
+    settings: Settings,
+    env: Mapping[str, str],
+    listener: socket.socket | None = None,
+) -> tuple[Service, ...]:
     """The whole stack in the order of its start; what the settings name by URL is left out."""
 
     def python(name: str, *after: str, once: bool = False, stop_seconds: float = 15) -> Service:
         spec = python_process(name, home, env, once=once, stop_seconds=stop_seconds)
+        if name == "api" and listener is not None:
+            spec = replace(spec, listener=listener.fileno())
         return Service(name, _prepared(spec), after, once)
 
     stack = [
@@ -155,20 +172,30 @@ def _chosen(stack: tuple[Service, ...], only: Sequence[str]) -> tuple[Service, .
 # ---------------------------------------------------------------- ports
 
 
-def _api_port(settings: Settings) -> tuple[int, tuple[str, ...]]:
-    """The port to listen on, and what to say where it is not the usual one."""
+def _listen(settings: Settings) -> tuple[socket.socket, tuple[str, ...]]:
+    """The API's listening socket, and what to say where its port is not the usual one."""
     host, port = settings.host, settings.port
-    if port == 0:
-        return free_port(host), ()
-    if port_is_free(host, port):
-        return port, ()
+    try:
+        return _bound(host, port), ()
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise CannotRun(
+                f"cannot listen on {host}:{port}: {error.strerror}; set NORIA_HOST to an address "
+                "of this machine, and NORIA_PORT to a port you may use"
+            ) from error
     if "port" in settings.model_fields_set:
         raise CannotRun(
             f"port {port} of {host} is taken; end what listens there, or set NORIA_PORT "
             "to another port (0 picks a free one)"
         )
-    other = free_port(host)
-    return other, (f"port {port} is taken, so the API listens on {other}",)
+    listener = _bound(host, 0)
+    other = listener.getsockname()[1]
+    return listener, (f"port {port} is taken, so the API listens on {other}",)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=2048)
 
 
 def port_is_free(host: str, port: int) -> bool:
@@ -219,7 +246,7 @@ class Supervisor:
     async def run(self) -> None:
         """Start, watch, stop in order. Raises CannotRun: a child failed, or another `up` runs."""
         home = self.stack.home
-        with home.supervised():
+        with closing(self.stack), home.supervised():
             home.open_sockets()
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):

@@ -32,6 +32,26 @@ from runtime.sandbox.protocol import SandboxSpec
 from runtime.tools import ConnectorFactory, ConnectorMode
 
 TASKS_NAME = "tasks.py"
+MAX_NAMED = 50
+"""Wrong fields told of one value."""
+_OF_THE_WHOLE = {
+    *(
+        "$ref",
+        "$dynamicRef",
+        "allOf",
+        "anyOf",
+        "oneOf",
+        "not",
+        "if",
+        "then",
+        "else",
+        "enum",
+        "const",
+    ),
+    *("required", "dependentRequired", "dependentSchemas", "maxProperties", "patternProperties"),
+    *("propertyNames", "unevaluatedProperties"),
+}
+"""What a schema demands of an answer as a whole, and a part of one cannot give."""
 
 
 class TaskSource(Protocol):
@@ -126,6 +146,8 @@ def load_domain(
     """
     folder = folder.resolve()
     source, found = read_source(folder / FILE_NAME)
+    if found and not source.values:  # unreadable: what it lacks cannot be known
+        raise DomainError("\n".join(map(str, found)), problems=[str(each) for each in found])
     declared, broken = parse(source)
     found += broken
     if source.values:
@@ -225,22 +247,38 @@ def _line_of(error: BaseException, path: Path) -> int:
 
 def validate_input(domain: Domain, value: Mapping[str, Json]) -> dict[str, Json]:
     """The input, completed by the schema's defaults. Raises InputError naming each wrong field."""
-    return _validated("input", domain.name, domain.input_schema, value)
+    return _validated("input", domain, domain.input_schema, _completed(domain.input_schema, value))
 
 
 def validate_answer(domain: Domain, value: Mapping[str, Json]) -> dict[str, Json]:
     """An answer or a person's correction. Raises InputError naming each wrong field."""
-    return _validated("answer", domain.name, domain.output_schema, value)
+    schema = domain.output_schema
+    return _validated("answer", domain, schema, _completed(schema, value))
+
+
+def validate_expectation(domain: Domain, value: Mapping[str, Json]) -> dict[str, Json]:
+    """Gold: one field of an answer or more, each as the output schema has it, and nothing else.
+
+    Raises InputError naming each wrong field.
+    """
+    kept = {k: v for k, v in domain.output_schema.items() if k not in _OF_THE_WHOLE}
+    part = {**kept, "type": "object", "additionalProperties": False, "minProperties": 1}
+    return _validated("expectation", domain, part, dict(value))
+
+
+def _completed(schema: dict[str, Any], value: Mapping[str, Json]) -> dict[str, Json]:
+    properties = cast("dict[str, dict[str, Any]]", schema.get("properties", {}))
+    defaults = {key: p["default"] for key, p in properties.items() if "default" in p}
+    return {**defaults, **value}
 
 
 def _validated(
-    what: str, name: str, schema: dict[str, Any], value: Mapping[str, Json]
+    what: str, domain: Domain, schema: dict[str, Any], value: dict[str, Json]
 ) -> dict[str, Json]:
-    properties = cast("dict[str, dict[str, Any]]", schema.get("properties", {}))
-    defaults = {key: p["default"] for key, p in properties.items() if "default" in p}
-    complete = {**defaults, **value}
-    if wrong := violations(schema, complete):
-        errors = [{"field": each.field, "message": each.message} for each in wrong]
-        said = "; ".join(map(str, wrong))
-        raise InputError(f"{what} of domain {name}: {said}", errors=errors)
-    return complete
+    if wrong := violations(schema, value):
+        named = wrong[:MAX_NAMED]
+        errors = [{"field": each.field, "message": each.message} for each in named]
+        said = "; ".join(map(str, named))
+        more = f"; and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
+        raise InputError(f"{what} of domain {domain.name}: {said}{more}", errors=errors)
+    return value

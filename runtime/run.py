@@ -215,8 +215,11 @@ class Verdict(Record):
     checks: list[CheckResult]
     verifier_digest: str
     """sha256 of the check definitions and of the code that judged."""
-    evidence_hash: str
-    """sha256 of the artefacts and the expectation that were judged."""
+    evidence_hash: str | None = Field(
+        description="sha256 over what was judged: the artefacts and, where the basis says so, the "
+        "expectation. Stored always; null where an answer withholds it, because a hash over few "
+        "possible expectations tells which one it was."
+    )
 
     def canonical(self) -> str:
         """The verdict as JSON with timings left out: equal artefacts give equal bytes."""

@@ -68,6 +68,8 @@ class Settings(BaseSettings):
     """A bubblewrap program with overlay support (0.11 or newer); None means the packaged one."""
     notify_fd: int | None = None
     """Socket on which a child tells its supervisor that it is ready; set by the supervisor."""
+    listen_fd: int | None = None
+    """Listening socket that the API inherits instead of binding host and port; likewise."""
 
 
 def load_settings() -> Settings:
@@ -85,5 +87,6 @@ def _variable(where: tuple[int | str, ...]) -> str:
 
 def child_environment(**changes: str | None) -> dict[str, str]:
     """This process's environment with `changes` (None removes), for a child to be started with."""
-    merged: dict[str, str | None] = {**os.environ, "NORIA_NOTIFY_FD": None, **changes}
+    merged: dict[str, str | None] = {**os.environ, "NORIA_NOTIFY_FD": None, "NORIA_LISTEN_FD": None}
+    merged |= changes
     return {name: value for name, value in merged.items() if value is not None}

@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_type_hints
 
-import jsonschema
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from runtime.checks.schema import violations
 from runtime.errors import DomainError, ToolError
 from runtime.run import Effect, Json
 from runtime.sandbox.protocol import Sandbox
@@ -133,15 +133,11 @@ class FinishTool:
 
     def __init__(self, output_schema: Mapping[str, Json]) -> None:
         self.parameters = dict(output_schema)
-        self._validator = jsonschema.Draft202012Validator(output_schema)
 
     def validate(self, arguments: Mapping[str, Json]) -> dict[str, Json]:
-        problems = [
-            f"{'.'.join(map(str, e.absolute_path)) or 'answer'}: {e.message}"
-            for e in self._validator.iter_errors(dict(arguments))
-        ]
-        if problems:
-            raise ToolError(f"finish: {'; '.join(problems[:5])}")
+        if wrong := violations(self.parameters, dict(arguments)):
+            said = [f"{each.field or 'answer'}: {each.message}" for each in wrong[:5]]
+            raise ToolError(f"finish: {'; '.join(said)}")
         return dict(arguments)
 
     async def __call__(self, context: ToolContext, arguments: Mapping[str, Json]) -> ToolOutput:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from runtime.api.auth import Caller, demand
+from runtime.api.problems import MAX_ERRORS, MAX_TEXT
 from runtime.api.schemas import CreateRun, SamplingOptions, Scope
 from runtime.api.services import ApiServices
 from runtime.database import Connection
-from runtime.domain import Domain, validate_input
+from runtime.domain import Domain, validate_expectation, validate_input
 from runtime.errors import InputError
 from runtime.run import Json, Policy, PolicyId, RunKind, Sampling, Task
 from runtime.run_store import Admission, RunStore, Statements, request_hash
@@ -65,6 +66,7 @@ def _hash(request: CreateRun) -> str:
 def _task(domain: Domain, request: CreateRun) -> Task:
     _check_choice("level", request.level, domain.levels)
     _check_size(domain, request.files)
+    _check_connectors(domain, request.connectors)
     return Task(
         id=request.task_id or f"task_{secrets.token_hex(12)}",
         domain=domain.name,
@@ -72,7 +74,7 @@ def _task(domain: Domain, request: CreateRun) -> Task:
         files=request.files,
         seed=request.seed,
         connectors=request.connectors,
-        expectation=request.expectation,
+        expectation=_expectation(domain, request.expectation),
         split=request.split,
         level=request.level,
         family=request.family,
@@ -107,6 +109,26 @@ def _check_size(domain: Domain, files: dict[str, bytes]) -> None:
     if size > room:
         message = f"{size} bytes together; the workspace of {domain.name} holds {room}"
         raise InputError(f"files: {message}", errors=[{"field": "files", "message": message}])
+
+
+def _check_connectors(domain: Domain, states: Mapping[str, Json]) -> None:
+    known = ", ".join(domain.connectors) or "none"
+    wrong = [
+        {
+            "field": f"connectors.{name}"[:MAX_TEXT],
+            "message": f"{domain.name} has no such connector; its connectors: {known}",
+        }
+        for name in states
+        if name not in domain.connectors
+    ][:MAX_ERRORS]
+    if wrong:
+        raise InputError(
+            "; ".join(f"{e['field']}: {e['message']}" for e in wrong[:5]), errors=wrong
+        )
+
+
+def _expectation(domain: Domain, value: dict[str, Json] | None) -> dict[str, Json] | None:
+    return None if value is None else prefixed("expectation", validate_expectation, domain, value)
 
 
 def _sampling(default: Sampling, wanted: SamplingOptions) -> Sampling:

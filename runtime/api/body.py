@@ -1,8 +1,9 @@
 """Reading requests strictly: the caller is known before a byte of the body is read.
 
-One reader for all routes. Bodies are capped while they arrive, must be UTF-8 JSON, and may not hold
-what parsers disagree on (duplicate keys, NaN, numbers out of range) or what a database cannot keep
-(NUL, lone surrogates). Large ones are parsed off the event loop.
+One reader for all routes. Bodies are capped while they arrive, in bytes and in the number of values
+they hold, must be UTF-8 JSON, and may not hold what parsers disagree on (duplicate keys, NaN,
+numbers out of range) or what a database cannot keep (NUL, lone surrogates). Large ones are parsed
+and validated off the event loop, so that no caller's body delays another's.
 """
 
 import asyncio
@@ -10,26 +11,33 @@ import json
 import math
 import re
 from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Protocol, cast
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from runtime.api.problems import Refused
+from runtime.api.problems import Refused, wrong_fields
 from runtime.api.services import services_of
 from runtime.run import Json
 
 MAX_DEPTH = 64
+MAX_VALUES = 20_000
+"""In one body, at any depth. Bulk belongs into `files`, where content is one text."""
 MAX_DIGITS = 308
 """Of a whole number: what fits a double, as every JSON reader has it."""
 OFF_THE_LOOP_BYTES = 64 << 10
-"""Bodies larger than this are parsed in a thread."""
+"""Bodies larger than this are parsed and validated in a thread."""
+_TO_THE_NEXT_VALUE = re.compile(
+    rb'[^",\[{]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^",\[{]*+)*+[,\[{]', re.DOTALL
+)
+"""Up to and with the next comma or opening bracket outside texts; never looks back."""
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 _MAYBE_UNSTORABLE = re.compile(r"\\u0000|\\u[dD][89a-fA-F]")
 
 
 def parse_json(body: bytes) -> Json:
     """The value of a strict JSON text. Raises ValueError saying what is wrong."""
+    _check_values(body)
     try:
         text = body.decode()
         value = json.loads(
@@ -50,6 +58,16 @@ def parse_json(body: bytes) -> Json:
     if _MAYBE_UNSTORABLE.search(text):
         _check_text(value)
     return value
+
+
+def _check_values(body: bytes) -> None:
+    """Before memory is spent on them: every value is the root or follows a comma or a bracket."""
+    at = 0
+    for _ in range(MAX_VALUES):
+        if (found := _TO_THE_NEXT_VALUE.match(body, at)) is None:
+            return  # the last value, or no JSON: the parser says which
+        at = found.end()
+    raise ValueError(f"it holds more than {MAX_VALUES} values")
 
 
 def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
@@ -105,8 +123,22 @@ def _check_text(value: Json) -> None:
             pending.extend(cast("dict[str, Json]", each))
 
 
+class BodyField(Protocol):
+    """What a route takes its body as: the framework's field."""
+
+    def validate(
+        self, value: Json, *, loc: tuple[int | str, ...]
+    ) -> tuple[Any, list[dict[str, Any]]]:
+        """The value as the route takes it, or what is wrong with it."""
+        ...
+
+
 class StrictRequest(Request):
-    """A request whose body is capped and strict JSON."""
+    """A request whose body is capped and strict JSON; `field` is what the route takes it as."""
+
+    def __init__(self, request: Request, field: BodyField | None) -> None:
+        super().__init__(request.scope, request.receive)
+        self._field = field
 
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
@@ -126,9 +158,19 @@ class StrictRequest(Request):
         try:
             if len(body) <= OFF_THE_LOOP_BYTES:
                 return parse_json(body)
-            return await asyncio.to_thread(parse_json, body)
+            return await asyncio.to_thread(self._validated, body)
         except ValueError as error:
             raise Refused(400, "invalid_json", f"the body cannot be used: {error}") from error
+
+    def _validated(self, body: bytes) -> Json:
+        """What the route takes, ready: the framework then has nothing left to validate."""
+        value = parse_json(body)
+        if self._field is None:
+            return value
+        taken, wrong = self._field.validate(value, loc=("body",))
+        if wrong:
+            raise wrong_fields(wrong)
+        return taken
 
 
 def _check_declared_length(length: str | None, limit: int) -> None:
@@ -161,6 +203,6 @@ class StrictRoute(APIRoute):
             request.state.caller = caller
             if takes_body:
                 _check_media_type(request)
-            return await handle(StrictRequest(request.scope, request.receive))
+            return await handle(StrictRequest(request, self.body_field))
 
         return strictly

@@ -96,8 +96,15 @@ async def _unroutable(request: Request, error: Exception) -> JSONResponse:
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    wrong = [_field_problem(each) for each in error.errors()[:MAX_ERRORS]]
-    return invalid_fields(wrong)
+    return await _refused(request, wrong_fields(error.errors()))
+
+
+def wrong_fields(errors: Sequence[Mapping[str, Any]]) -> Refused:
+    """What the framework's validator found, as a refusal (422) that names each wrong field."""
+    wrong = [_field_problem(each) for each in errors[:MAX_ERRORS]]
+    shown = "; ".join(f"{each.field}: {each.message}" for each in wrong[:5])
+    more = f"; and {len(errors) - 5} more" if len(errors) > 5 else ""
+    return Refused(422, InputError.code, shown + more, errors=wrong)
 
 
 def _field_problem(error: Mapping[str, Any]) -> FieldProblem:
@@ -105,12 +112,6 @@ def _field_problem(error: Mapping[str, Any]) -> FieldProblem:
     where = [str(part) for part in within if part != "[key]"]
     message = str(error["msg"]).removeprefix("Value error, ")
     return FieldProblem(field=".".join(where)[:MAX_TEXT] or str(kind), message=message[:MAX_TEXT])
-
-
-def invalid_fields(wrong: Sequence[FieldProblem]) -> JSONResponse:
-    shown = "; ".join(f"{each.field}: {each.message}" for each in wrong[:5])
-    more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-    return problem(422, InputError.code, shown + more, errors=wrong)
 
 
 async def _unusable(request: Request, error: Exception) -> JSONResponse:

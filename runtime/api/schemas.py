@@ -5,7 +5,7 @@ do not know, so that a misspelt option is an error and never silently ignored; v
 that an older client reads a newer server. Nothing here can carry an expectation outwards.
 """
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -35,6 +35,8 @@ from runtime.run import (
 )
 
 MAX_SEED = 2**63 - 1
+LONGEST_KEY = timedelta(days=3_652)
+"""How far ahead a key's expiry may lie: ten years."""
 
 
 class Request(BaseModel):
@@ -270,7 +272,7 @@ class GiveFeedback(Request):
 
     @model_validator(mode="after")
     def _says_something(self) -> "GiveFeedback":
-        if not self.model_fields_set:
+        if all(getattr(self, name) is None for name in type(self).model_fields):
             raise ValueError("say at least one of rating, outcome, correction, comment")
         return self
 
@@ -304,10 +306,12 @@ class DomainList(View):
 # ---------------------------------------------------------------- keys
 
 
-def _in_the_future(at: datetime) -> datetime:
-    if at <= datetime.now(UTC):
-        raise ValueError("must lie in the future")
-    return at
+def _expiry(at: datetime) -> datetime:
+    """In UTC, and in a year that every system on the way can write."""
+    now = datetime.now(UTC)
+    if not now < at <= now + LONGEST_KEY:
+        raise ValueError("must lie in the future, at most 10 years ahead")
+    return at.astimezone(UTC)
 
 
 class CreateKey(Request):
@@ -319,7 +323,8 @@ class CreateKey(Request):
     name: Annotated[str, StringConstraints(pattern=r"^[\w .:@/-]{1,80}$")]
     """Whom or what the key is for."""
     scopes: list[Scope] = Field(min_length=1, max_length=len(Scope))
-    expires_at: Annotated[AwareDatetime, AfterValidator(_in_the_future)] | None = None
+    expires_at: Annotated[AwareDatetime, AfterValidator(_expiry)] | None = None
+    """At most ten years ahead; without one the key lives until it is revoked."""
 
 
 class KeyView(View):

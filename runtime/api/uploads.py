@@ -5,7 +5,8 @@ A path names a place below the workspace and nothing else; the sandbox checks ag
 
 import base64
 import binascii
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
@@ -43,6 +44,14 @@ def _relative(path: str) -> str:
     return path
 
 
+def _few_enough(files: object) -> object:
+    """Before any entry is looked at: what is wrong with 200,000 of them is that they are many."""
+    count = len(cast("Mapping[object, object]", files)) if isinstance(files, Mapping) else 0
+    if count > MAX_FILES:
+        raise ValueError(f"{count} files; at most {MAX_FILES}")
+    return files
+
+
 def _no_file_is_a_folder(files: dict[str, bytes]) -> dict[str, bytes]:
     for path in files:
         above = path.split("/")[:-1]
@@ -60,5 +69,8 @@ Base64Bytes = Annotated[
 ]
 FilePath = Annotated[str, AfterValidator(_relative)]
 Files = Annotated[
-    dict[FilePath, Base64Bytes], Field(max_length=MAX_FILES), AfterValidator(_no_file_is_a_folder)
+    dict[FilePath, Base64Bytes],
+    Field(max_length=MAX_FILES),
+    AfterValidator(_no_file_is_a_folder),
+    BeforeValidator(_few_enough),
 ]

@@ -1,8 +1,12 @@
 """Records as their tenant may see them: without gold, in any form.
 
 A check that compared with an expectation may spell it out in its reason or evidence, and the
-reason of a rejected run is made of those. Where a run had an expectation, only what public checks
-say (what the agent itself may be told) is shown.
+reason of a rejected run is made of those. The evidence hash covers the expectation: whoever knows
+the possible answers finds the right one by hashing each. Where a run had an expectation, the hash
+is withheld, and of words only those of public checks (what the agent itself may be told) are shown.
+Which checks passed, and how far, stays visible, as the reward is: it says how right an answer is,
+never what would be right. A verdict by rules alone never looked at the expectation, nor does its
+hash cover it.
 """
 
 from runtime.api.schemas import EventView, RunView, TaskView
@@ -59,7 +63,7 @@ def _reason(state: RunState, reason: str | None, golden: bool) -> str | None:
 
 def _without_gold(verdict: Verdict) -> Verdict:
     checks = [check if check.public else _withheld(check) for check in verdict.checks]
-    return verdict.model_copy(update={"checks": checks})
+    return verdict.model_copy(update={"checks": checks, "evidence_hash": None})
 
 
 def _withheld(check: CheckResult) -> CheckResult:

@@ -12,6 +12,7 @@ All functions here are pure and work on plain JSON values.
 import json
 import unicodedata
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from typing import Any, Final, Protocol, cast
@@ -175,7 +176,7 @@ class Condition(CheckParameters):
         if self.contains_any is not None:
             return isinstance(value, str) and contains_any(value, self.contains_any)
         if self.matches is not None:
-            return isinstance(value, str) and compiled(self.matches).search(value) is not None
+            return isinstance(value, str) and compiled(self.matches).search(value)
         return same_json(value, self.equals)
 
 
@@ -228,11 +229,24 @@ def _has_words(haystack: str, phrase: str) -> bool:
     return False
 
 
-class Pattern(Protocol):
+class _Compiled(Protocol):
     """The part of google-re2's pattern that checks use."""
 
     def search(self, text: str) -> object | None: ...
     def fullmatch(self, text: str) -> object | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A linear-time pattern, over any text that JSON can spell."""
+
+    compiled: _Compiled
+
+    def search(self, text: str) -> bool:
+        return self.compiled.search(_unicode(text)) is not None
+
+    def fullmatch(self, text: str) -> bool:
+        return self.compiled.fullmatch(_unicode(text)) is not None
 
 
 @lru_cache(maxsize=256)
@@ -241,7 +255,7 @@ def compiled(pattern: str) -> Pattern:
     options = re2.Options()
     options.log_errors = False
     try:
-        return cast(Pattern, re2.compile(pattern, options))
+        return Pattern(cast(_Compiled, re2.compile(pattern, options)))
     except re2.error as error:
         raise ValueError(f"pattern {pattern!r} is not google-re2 syntax: {error}") from error
 

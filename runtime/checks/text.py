@@ -141,7 +141,7 @@ class TextMatches(Addressed):
 
     def _matches(self, text: str) -> bool:
         pattern = compiled(self.pattern)
-        return (pattern.search(text) if self.anywhere else pattern.fullmatch(text)) is not None
+        return pattern.search(text) if self.anywhere else pattern.fullmatch(text)
 
 
 class TextLength(Addressed):

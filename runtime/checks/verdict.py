@@ -50,7 +50,7 @@ def run_checks(
         reward=reward_of(results, status, reward),
         checks=results,
         verifier_digest=verifier_digest,
-        evidence_hash=evidence_hash(artefacts, expectation),
+        evidence_hash=evidence_hash(artefacts, expectation if judged_by_gold else None),
     )
 
 
@@ -149,7 +149,8 @@ def _hashes(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def evidence_hash(artefacts: Artefacts, expectation: Mapping[str, Json] | None) -> str:
-    """sha256 over what was judged; the time that calls took is no evidence."""
+    """sha256 over what was judged: the time that calls took is no evidence, and neither is an
+    expectation that no check looked at."""
     calls = [
         (call.model_dump(), result and result.model_dump(exclude={"seconds"}))
         for call, result in artefacts.calls

@@ -30,6 +30,7 @@ from runtime.sandbox.cgroups import Cgroup, Cgroups, cgroup_name
 from runtime.sandbox.leftovers import Leftovers
 from runtime.sandbox.profile import Profile, find_bwrap, find_python, find_stage, seccomp_filter
 from runtime.sandbox.protocol import SandboxSpec, Strength
+from runtime.sandbox.room import check_fits
 from runtime.sandbox.sandbox_process import SandboxProcess
 from runtime.sandbox.snapshots import SnapshotEntry, SnapshotStore, entries_of_files
 from runtime.sandbox.workspace import BubblewrapSandbox
@@ -100,10 +101,8 @@ class BubblewrapBackend:
         entries = list(entries_of_files(files or {}))
         if snapshot is not None:
             stored = await asyncio.to_thread(list, self.snapshots.get(snapshot))
-            entries = stored + [entry for entry in entries if entry.kind == "file"]
-        size = sum(len(entry.content) for entry in entries)
-        if size > spec.disk_bytes:
-            raise InputError(f"files take {size} bytes, the workspace has {spec.disk_bytes}")
+            entries = _laid_over(stored, [entry for entry in entries if entry.kind == "file"])
+        check_fits(entries, spec)
         sandbox = await self._start(spec)
         try:
             await self._fill(sandbox, entries)
@@ -186,3 +185,10 @@ class BubblewrapBackend:
         self._leftovers.sweep()
         if self._cgroups is not None:
             self._cgroups.sweep()
+
+
+def _laid_over(stored: list[SnapshotEntry], files: list[SnapshotEntry]) -> list[SnapshotEntry]:
+    """The stored tree, its files and links replaced where a file is given under their path."""
+    given = {entry.path for entry in files}
+    kept = [entry for entry in stored if entry.kind == "directory" or entry.path not in given]
+    return kept + files

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from runtime.errors import SandboxError, ToolError
 from runtime.sandbox.inside.wire import OVERHEAD, WireError, pack, unpack
 
+SEND_SECONDS = 60.0
+"""For the helper to take what was sent before; what the pipe itself holds is not waited for."""
 Reply = list[bytes]
 """Verb, then fields."""
 
@@ -35,10 +37,15 @@ class Channel:
         self._writer = writer
         self._explain = explain
 
-    async def send(self, *fields: bytes) -> None:
+    async def send(self, *fields: bytes, seconds: float | None = None) -> None:
+        """Raises OutOfStep where the helper is gone, or takes nothing for `seconds`."""
+        seconds = SEND_SECONDS if seconds is None else seconds
         try:
             self._writer.write(pack(fields))
-            await self._writer.drain()
+            async with asyncio.timeout(seconds):
+                await self._writer.drain()
+        except TimeoutError as error:
+            raise OutOfStep(f"the sandbox took nothing for {seconds:g} s") from error
         except ConnectionError as error:
             raise OutOfStep(f"the sandbox is gone: {self._explain()}") from error
 

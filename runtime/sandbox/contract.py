@@ -6,9 +6,11 @@ them in `unsupported` (fakes only) is excused. Sizes and times are small.
 """
 
 from runtime.sandbox.contract_cases import Case, ContractBroken
+from runtime.sandbox.contract_helper import AGAINST_THE_HELPER
 from runtime.sandbox.contract_hostile import HOSTILE
+from runtime.sandbox.contract_trees import TREES
 from runtime.sandbox.contract_work import WORK
 
 __all__ = ["CONTRACT", "Case", "ContractBroken"]
 
-CONTRACT: list[Case] = [*WORK, *HOSTILE]
+CONTRACT: list[Case] = [*WORK, *TREES, *HOSTILE, *AGAINST_THE_HELPER]

@@ -8,7 +8,8 @@ alone cannot do what is needed here:
 - reach a Python, a bwrap or a helper that lies under a folder closed to the sandbox's uid (a clone
   under /root): the one is opened while we still may and bound into a staging folder, the small
   others are copied there, so that not even their own modes matter;
-- join a cgroup, and die with a parent that runs under another uid.
+- join a cgroup, and die with a parent that runs under another uid;
+- hand the helper a writable /proc, as a descriptor: the one inside is read-only.
 
 As root the mount namespace alone is new, and root is given up for the sandbox's uid afterwards; as
 an ordinary user a user namespace of one's own makes the same mounts possible. Everything mounted
@@ -18,6 +19,8 @@ a tmpfs over an existing folder, seen by nobody else.
     launch.py OWNER UID STAGE { --cgroup PROCS | --bind SOURCE NAME | --copy SOURCE NAME
                               | --file NAME TEXT | --tmpfs NAME BYTES INODES } …
                               -- PROGRAM ARGUMENT…
+
+The program gets one more argument: the number of the descriptor that /proc is open on.
 """
 
 import ctypes
@@ -134,6 +137,13 @@ def write_copy(path: str, content: bytes, modified: int) -> None:
     os.utime(path, ns=(modified, modified))
 
 
+def hold_proc() -> int:
+    """A descriptor of this host's /proc, for the program we become."""
+    opened = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
+    os.set_inheritable(opened, True)
+    return opened
+
+
 def give_up_root(uid: int) -> None:
     """From here on nothing of the host belongs to us, whatever the sandbox's own uids say."""
     _, most = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -160,9 +170,10 @@ def launch(arguments: list[str]) -> None:
     build_stage(plan)
     if root:
         give_up_root(plan.uid)
+    proc = hold_proc()
     die_with(plan.owner)
     os.chdir("/")
-    os.execve(plan.program[0], plan.program, {})
+    os.execve(plan.program[0], [*plan.program, str(proc)], {})
 
 
 if __name__ == "__main__":

@@ -7,13 +7,10 @@ kernel; on the host they are text with undecodable bytes as surrogates (`os.fsen
 import os
 
 from runtime.errors import ToolError
+from runtime.sandbox.inside.bounds import MAX_DEPTH, MAX_PATH
 
-MAX_PATH = 4_000
-"""Bytes of a whole path."""
 MAX_NAME = 255
 """Bytes of one component."""
-MAX_DEPTH = 128
-"""Components; the helper refuses deeper trees too."""
 
 
 def problem_with(path: str) -> str | None:

@@ -2,7 +2,8 @@
 
 Inside there is: /usr read-only with its library and program links; an /etc of four files; fresh
 /proc and /dev; a Python in front on the PATH, without the packages that happen to be installed on
-this host; the helper under /opt/noria; and three sized tmpfs, /workspace, /tmp and /dev/shm. There
+this host; /proc is read-only, so that a command cannot refuse to be the kernel's choice when memory
+runs out; the helper under /opt/noria; and three sized tmpfs, /workspace, /tmp and /dev/shm. There
 is no network, no other process, no other user, no capability, no further user namespace, and the
 system-call filter of `seccomp_build.py`. /tmp and /dev/shm are sized by the memory they take, so
 that filling them cannot starve the helper. bwrap itself starts with an empty environment, because
@@ -223,6 +224,7 @@ class Profile:
     def _filesystem(self) -> list[str]:
         stage = self.stage
         words = ["--ro-bind", "/usr", "/usr", *_links_to_usr(), "--proc", "/proc", "--dev", "/dev"]
+        words += ["--remount-ro", "/proc"]
         words += ["--bind", f"{stage}/shm", "/dev/shm", "--remount-ro", "/dev"]
         for folder in ("/etc", "/opt", "/opt/noria"):
             words += ["--perms", "0755", "--dir", folder]
@@ -259,7 +261,7 @@ def _links_to_usr() -> list[str]:
 
 
 def _rules(spec: SandboxSpec, limited_memory: bool) -> list[str]:
-    """The arguments of the helper: the fields of its `Rules`, in order."""
+    """The arguments of the helper: its `Rules`, in order; the last is added by `launch.py`."""
     memory = 0 if limited_memory else spec.memory_bytes
     fields: Mapping[str, int] = {
         "processes": spec.processes,

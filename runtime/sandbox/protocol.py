@@ -101,8 +101,9 @@ class Sandbox(Protocol):
     async def snapshot(self) -> SnapshotId:
         """Store the workspace, content-addressed and durable; equal trees give equal ids.
 
-        Raises ToolError for a tree the agent made unfit: too deep, or (by sparse files) claiming
-        more bytes than the disk has.
+        What was stored opens in the same spec. Raises ToolError for a tree the agent made unfit for
+        that: names too long or too deep, or (by hard links and sparse files) content that would
+        not fit again.
         """
         ...
 

@@ -48,6 +48,16 @@ FORBIDDEN = {
 ABSENT = ["io_uring_setup", "io_uring_enter", "io_uring_register", "clone3"]
 """Refused with ENOSYS, so that libraries fall back: clone3 hides its flags from a filter."""
 
+OUTLIVING = ["shmget", "msgget", "semget", "mq_open"]
+"""Absent too: what they make stays after the call that made it, and takes the sandbox's memory."""
+
+OWN_SCHEDULING = ["sched_setattr", "sched_setparam", "sched_setscheduler", "sched_setaffinity"]
+"""Their first argument is a process, 0 for the caller; the sandbox's helper is one, too."""
+
+OWN_PRIORITY = {"setpriority": 1, "ioprio_set": 2}
+"""Call → the last kind of target that is a process or a group; the next is all processes of a user.
+The target itself, 0 for the caller's own, follows."""
+
 NEW_NAMESPACES = 0x7E02_0080
 """CLONE_NEW{TIME,NS,CGROUP,UTS,IPC,USER,PID,NET}."""
 HIGHEST_FAMILY = 10
@@ -62,8 +72,9 @@ def build() -> Any:
     rules = seccomp.SyscallFilter(seccomp.ALLOW)
     for name in (name for group in FORBIDDEN.values() for name in group):
         _add(rules, EPERM, name)
-    for name in ABSENT:
+    for name in ABSENT + OUTLIVING:
         _add(rules, ENOSYS, name)
+    _keep_to_themselves(rules)
     for bit in (1 << n for n in range(32) if NEW_NAMESPACES >> n & 1):
         _add(rules, EPERM, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, bit, bit))
     for name in ("socket", "socketpair"):
@@ -75,6 +86,20 @@ def build() -> Any:
         _add(rules, EPERM, "ioctl", low)
     _add(rules, EPERM, "personality", seccomp.Arg(0, seccomp.NE, ASK_PERSONALITY))
     return rules
+
+
+def _keep_to_themselves(rules: Any) -> None:
+    """Nobody changes the limits or the scheduling of another process.
+
+    Arguments are compared in full width: what the kernel would cut off does not hide a target.
+    """
+    another, changing = seccomp.Arg(0, seccomp.NE, 0), seccomp.Arg(2, seccomp.NE, 0)
+    _add(rules, EPERM, "prlimit64", another, changing)
+    for name in OWN_SCHEDULING:
+        _add(rules, EPERM, name, another)
+    for name, last in OWN_PRIORITY.items():
+        _add(rules, EPERM, name, seccomp.Arg(0, seccomp.GT, last))
+        _add(rules, EPERM, name, seccomp.Arg(1, seccomp.NE, 0))
 
 
 def _add(rules: Any, error: int, name: str, *arguments: Any) -> None:

@@ -177,8 +177,8 @@ class SnapshotStore:
     def __init__(self, folder: Path, *, max_bytes: int = 1 << 30, max_entries: int = 1_000_000):
         """`max_bytes` and `max_entries` bound any one snapshot."""
         self._folder = folder
-        self._max_bytes = max_bytes
-        self._max_entries = max_entries
+        self.max_bytes = max_bytes
+        self.max_entries = max_entries
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._sweep()
 
@@ -194,8 +194,8 @@ class SnapshotStore:
     ) -> SnapshotWriter:
         return SnapshotWriter(
             self._folder,
-            min(max_bytes or self._max_bytes, self._max_bytes),
-            min(max_entries or self._max_entries, self._max_entries),
+            min(max_bytes or self.max_bytes, self.max_bytes),
+            min(max_entries or self.max_entries, self.max_entries),
         )
 
     def put(self, entries: Iterable[SnapshotEntry]) -> SnapshotId:

@@ -15,6 +15,7 @@ from runtime.errors import InputError, SandboxError, ToolError
 from runtime.run import SnapshotId
 from runtime.sandbox.paths import workspace_path
 from runtime.sandbox.protocol import ExecResult, FileEntry, SandboxSpec, Strength
+from runtime.sandbox.room import check_fits
 from runtime.sandbox.snapshots import SnapshotStore, entries_of_files
 
 Files = dict[str, bytes]
@@ -195,7 +196,4 @@ def _checked(files: Mapping[str, bytes]) -> Mapping[str, bytes]:
 
 
 def _check_fits(files: Files, spec: SandboxSpec) -> None:
-    list(entries_of_files(files))
-    size = sum(map(len, files.values()))
-    if size > spec.disk_bytes:
-        raise InputError(f"files take {size} bytes, the workspace has {spec.disk_bytes}")
+    check_fits(entries_of_files(files), spec)

@@ -14,6 +14,7 @@ from runtime.errors import SandboxError, ToolError
 from runtime.run import SnapshotId
 from runtime.sandbox.cgroups import Cgroup
 from runtime.sandbox.channel import Channel, OutOfStep, Reply, integer
+from runtime.sandbox.inside.bounds import INLINE, PAGE, whole_pages
 from runtime.sandbox.inside.wire import CHUNK, number, seconds
 from runtime.sandbox.paths import workspace_path
 from runtime.sandbox.protocol import ExecResult, FileEntry, SandboxSpec
@@ -135,7 +136,7 @@ class BubblewrapSandbox:
         name = workspace_path(path)
         async with self._turn() as channel:
             await _store(channel, LETTERS["file"], 0, name, data)
-            await channel.receive(limit=0, seconds=FILE_SECONDS)
+            await _settle(channel)
 
     async def list(self, path: str = ".", *, max_entries: int = 1_000) -> list[FileEntry]:
         name = os.fsencode(workspace_path(path))
@@ -147,7 +148,7 @@ class BubblewrapSandbox:
         return found[:max_entries]
 
     async def fill(self, entries: Sequence[SnapshotEntry]) -> None:
-        """Write a tree into a fresh workspace, without waiting for an answer to each entry.
+        """Write a tree into a fresh workspace, with one answer for all of it.
 
         A folder its owner may not write is closed only after everything is in it. Raises ToolError
         where it does not fit.
@@ -160,30 +161,23 @@ class BubblewrapSandbox:
                 await _store(channel, LETTERS[entry.kind], mode, entry.path, entry.content)
             for entry in closed:
                 await _store(channel, LETTERS[entry.kind], entry.mode, entry.path, b"")
-            await self._stored(channel, len(entries) + len(closed))
-
-    async def _stored(self, channel: Channel, count: int) -> None:
-        """Read every answer, then raise the first refusal."""
-        refusal: ToolError | None = None
-        for _ in range(count):
-            try:
-                await channel.receive(limit=0, seconds=FILE_SECONDS)
-            except ToolError as error:
-                refusal = refusal or error
-        if refusal is not None:
-            raise refusal
+            await _settle(channel)
 
     # ------------------------------------------------------------ snapshots
 
     async def snapshot(self) -> SnapshotId:
-        """As the protocol says. Raises ToolError for a tree too deep, or larger than the disk.
+        """As the protocol says. Raises ToolError for a tree that could not be opened again.
 
-        (A sparse file can claim more than the disk holds.)
+        (Too deep a tree; hard links and sparse files, which claim more than the disk holds.)
         """
-        spec = self._spec
-        with self._snapshots.writer(max_bytes=spec.disk_bytes, max_entries=spec.inodes) as writer:
+        entries = min(self._spec.inodes, self._snapshots.max_entries)
+        inline = entries * INLINE
+        room = max(0, self._snapshots.max_bytes - inline) // PAGE
+        pages = min(whole_pages(self._spec.disk_bytes), room)
+        most = pages * PAGE + inline
+        with self._snapshots.writer(max_bytes=most, max_entries=entries) as writer:
             async with self._turn() as channel:
-                await channel.send(b"dump", number(spec.disk_bytes))
+                await channel.send(b"dump", number(pages), number(entries))
                 async for fields in channel.pages(b"entry", limit=CHUNK, seconds=FILE_SECONDS):
                     entry = await self._entry(channel, fields)
                     try:
@@ -245,12 +239,18 @@ class BubblewrapSandbox:
 
 
 async def _store(channel: Channel, kind: bytes, mode: int, path: str, content: bytes) -> None:
-    """Send one entry, in chunks; its one answer is left to be read."""
+    """Send one entry, in chunks; whether it fitted is told by `_settle`."""
     name = os.fsencode(path)
     starts = range(0, len(content), CHUNK) or range(1)
     for start in starts:
         last = number(start + CHUNK >= len(content))
         await channel.send(b"store", last, number(mode), kind, name, content[start : start + CHUNK])
+
+
+async def _settle(channel: Channel) -> None:
+    """Raises ToolError where an entry sent since the last time was refused."""
+    await channel.send(b"settle")
+    await channel.receive(limit=0, seconds=FILE_SECONDS)
 
 
 def _listing(fields: Reply) -> list[FileEntry]:

@@ -63,6 +63,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no base64": ({**LETTER, "files": {"a": "%%%"}}, "files.a"),
     "too many files": ({**LETTER, "files": {f"f{n}": "" for n in range(65)}}, "files"),
     "a file as folder": ({**LETTER, "files": {"a": "", "a/b": ""}}, "files"),
+    "9,000 files": ({**LETTER, "files": {f"f{n}/../x": "%" for n in range(9_000)}}, "files"),
+    "a connector the domain lacks": ({**LETTER, "connectors": {"crm": {}}}, "connectors.crm"),
+    "an empty expectation": ({**LETTER, "expectation": {}}, "expectation"),
+    "an expectation that is a list": ({**LETTER, "expectation": []}, "expectation"),
+    "an expectation of another shape": ({**LETTER, "expectation": {"tone": "kind"}}, "expectation"),
+    "an expectation that cannot be": (
+        {**LETTER, "expectation": {"queue": "gold"}},
+        "expectation.queue",
+    ),
     "files too large": ({**LETTER, "files": {"a": "AAAA" * 400_000}}, "files"),
 }
 PATHS = (
@@ -123,6 +132,12 @@ async def test_wrong_fields_are_named(api: Api) -> None:
             fields = [each["field"] for each in told["errors"]]
             assert any(each.startswith(field) for each in fields), (name, fields)
     assert await count_runs(api) == 0
+
+
+async def test_an_expectation_may_be_partial(api: Api) -> None:
+    async with api.client() as http:
+        answer = await http.post("/v1/runs", json={**LETTER, "expectation": {"queue": "cards"}})
+    assert answer.status_code == 202, answer.text
 
 
 async def test_every_wrong_field_is_named_at_once(api: Api) -> None:

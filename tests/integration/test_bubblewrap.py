@@ -366,3 +366,16 @@ async def test_accounting_is_of_the_call(bubblewrap: BubblewrapBackend) -> None:
     small = await sandbox.exec(["true"])
     assert small.peak_memory_bytes < 60 << 20
     assert small.cpu_seconds < 0.1
+
+
+async def test_a_runner_may_have_many_descriptors(bubblewrap: BubblewrapBackend) -> None:
+    """The numbers of those that a sandbox is started with are then high, and one after another."""
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(90)]
+    try:
+        for _ in range(8):
+            sandbox = await bubblewrap.open(SandboxSpec())
+            seen = await sandbox.exec("ls /proc/self/fd; cat /proc/self/oom_score_adj")
+            assert seen.stdout.split() == [b"0", b"1", b"2", b"3", b"1000"]
+    finally:
+        for descriptor in held:
+            os.close(descriptor)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -316,7 +316,10 @@ def test_a_taken_port_is_refused_if_asked_for_and_avoided_if_not(place: Path) ->
             plan(Settings(home=place, port=port))
         with pytest.raises(CannotRun, match="is taken"):
             plan(Settings(home=place, port=port), only=["api"])
-    assert plan(Settings(home=place, port=port)).api_url == f"http://127.0.0.1:{port}"
+    with closing(plan(Settings(home=place, port=port))) as stack:
+        assert stack.api_url == f"http://127.0.0.1:{port}"
+        with pytest.raises(CannotRun, match="is taken"):  # held from the start
+            plan(Settings(home=place, port=port))
 
 
 def test_a_free_port_is_taken_where_the_usual_one_is_not_free(
@@ -328,17 +331,17 @@ def test_a_free_port_is_taken_where_the_usual_one_is_not_free(
         holder = socket.create_server(("127.0.0.1", usual))
     except OSError:
         holder = socket.socket()  # something else holds it: just as well
-    with holder:
-        stack = plan(Settings(home=place))
-    assert stack.api_url != f"http://127.0.0.1:{usual}"
-    assert stack.notes[0].startswith(f"port {usual} is taken")
+    with holder, closing(plan(Settings(home=place))) as stack:
+        assert stack.api_url != f"http://127.0.0.1:{usual}"
+        assert stack.notes[0].startswith(f"port {usual} is taken")
 
 
 def test_what_the_settings_name_by_url_is_not_started(place: Path) -> None:
     given = Settings(
         home=place, port=0, database_url="postgresql://x/y", engine_url="http://localhost:1/v1"
     )
-    names = [service.name for service in plan(given).services]
+    with closing(plan(given)) as stack:
+        names = [service.name for service in stack.services]
     assert names == ["valkey", "migrate", "api", "runner"]
     with pytest.raises(CannotRun, match="no service postgres here"):
         plan(given, only=["postgres"])

@@ -1,12 +1,22 @@
 """Domain folders: what loads, and what each mistake says about file, line and remedy."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from connectors.support_desk import SupportDeskFactory
-from runtime.domain import Domain, digest_of, discover, load_domain, validate_answer, validate_input
-from runtime.errors import DomainError, InputError
+from runtime.domain import (
+    Domain,
+    digest_of,
+    discover,
+    load_domain,
+    validate_answer,
+    validate_expectation,
+    validate_input,
+)
+from runtime.errors import DomainError, InputError, ToolError
+from runtime.tools import FinishTool
 
 GOOD = """\
 name: memo
@@ -222,3 +232,66 @@ def test_inputs_are_completed_and_each_wrong_field_is_named(tmp_path: Path):
     assert fields == ["count", "text"]
     with pytest.raises(InputError, match="not finite"):
         validate_answer(domain, {"text": "x", "count": float("nan")})
+
+
+@pytest.mark.parametrize(
+    ("expectation", "field"),
+    [
+        ({}, ""),
+        ({"text": 3}, "text"),
+        ({"text": "x", "tone": "kind"}, ""),
+        ({"count": None}, "count"),
+    ],
+)
+def test_an_expectation_is_a_part_of_an_answer(
+    tmp_path: Path, expectation: dict[str, Any], field: str
+):
+    domain = load(write(tmp_path))
+    with pytest.raises(InputError, match="expectation of domain memo") as caught:
+        validate_expectation(domain, expectation)
+    assert [each["field"] for each in caught.value.detail["errors"]] == [field]
+    for part in ({"text": "x"}, {"count": 1}, {"text": "x", "count": 1}):
+        assert validate_expectation(domain, part) == part
+
+
+def test_an_expectation_follows_references_and_gets_no_defaults(tmp_path: Path):
+    shared = (
+        "  properties: {text: {$ref: '#/definitions/words'}, count: {type: integer, default: 1}}\n"
+        "  definitions: {words: {type: string, maxLength: 5}}\n"
+        "  anyOf: [{required: [count]}, {minProperties: 2}]"
+    )
+    plain = "  properties: {text: {type: string}, count: {type: integer}}"
+    domain = load(write(tmp_path, GOOD.replace(plain, shared)))
+    assert validate_expectation(domain, {"text": "x"}) == {"text": "x"}
+    with pytest.raises(InputError, match="too long"):
+        validate_expectation(domain, {"text": "x" * 6})
+
+
+def test_a_thousand_wrong_fields_are_not_told_one_by_one(tmp_path: Path):
+    many = GOOD.replace(
+        "properties: {topic: {default: rain}}", "properties: {topics: {items: {type: string}}}"
+    )
+    domain = load(write(tmp_path, many))
+    with pytest.raises(InputError) as caught:
+        validate_input(domain, {"topics": list(range(1_000))})
+    assert len(caught.value.detail["errors"]) == 50
+    assert str(caught.value).endswith("; and 950 more")
+
+
+def test_answers_end_where_their_pattern_ends(tmp_path: Path):
+    """For a person's correction and for the finishing tool alike."""
+    strict = GOOD.replace("{text: {type: string}", "{text: {type: string, pattern: '^[a-z]+$'}")
+    domain = load(write(tmp_path, strict))
+    good, wrong = {"text": "a", "count": 1}, {"text": "a\n", "count": 1}
+    assert validate_answer(domain, good) == FinishTool(domain.output_schema).validate(good)
+    with pytest.raises(InputError, match="does not match"):
+        validate_answer(domain, wrong)
+    with pytest.raises(ToolError, match="does not match"):
+        FinishTool(domain.output_schema).validate(wrong)
+
+
+def test_a_pattern_that_cannot_be_judged_is_named_when_the_domain_loads(tmp_path: Path):
+    broken = GOOD.replace("{text: {type: string}", "{text: {type: string, pattern: '(?=x)'}")
+    assert (
+        "output: pattern '(?=x)' is not google-re2 syntax" in mistakes(write(tmp_path, broken))[0]
+    )

@@ -1,6 +1,7 @@
 """The host's end of the pipes, fed by a hostile helper."""
 
 import asyncio
+import os
 from collections.abc import Callable
 
 import pytest
@@ -101,3 +102,18 @@ def test_frames_nest_nothing() -> None:
     assert unpack(pack([b"x", inner])[4:]) == [b"x", inner]
     with pytest.raises(WireError):
         unpack(b"")
+
+
+async def test_a_helper_that_takes_nothing_is_given_up() -> None:
+    loop = asyncio.get_running_loop()
+    unread, front = os.pipe()
+    protocol = asyncio.StreamReaderProtocol(asyncio.StreamReader(), loop=loop)
+    transport, _ = await loop.connect_write_pipe(lambda: protocol, os.fdopen(front, "wb"))
+    try:
+        writer = asyncio.StreamWriter(transport, protocol, None, loop)
+        channel = Channel(asyncio.StreamReader(), writer, lambda: "it was a test")
+        with pytest.raises(OutOfStep, match=r"took nothing for 0\.01 s"):
+            await channel.send(bytes(1 << 20), seconds=0.01)
+    finally:
+        transport.abort()
+        os.close(unread)

@@ -114,6 +114,44 @@ async def test_what_a_task_fixes_replaces_what_the_seed_gave():
         await opened(initial={"tiket": {}})
 
 
+WRONG_STATES: dict[str, tuple[Any, str]] = {
+    "customers as a list": ({"customers": [1]}, "customers: "),
+    "a customer as text": ({"customers": {"C1": "x"}}, "customers.C1: "),
+    "an unknown status": (
+        {"customers": {"C1": {"name": "A", "status": "gone", "plan": "plus"}}},
+        "customers.C1.status: input should be 'active' or 'closed'",
+    ),
+    "a customer without a plan": (
+        {"customers": {"C1": {"name": "A", "status": "active"}}},
+        "customers.C1.plan: field required",
+    ),
+    "a number that is no id": (
+        {"customers": {"c 1": {"name": "A", "status": "active", "plan": "plus"}}},
+        "customers.c 1: string should match",
+    ),
+    "a ticket as a number": ({"ticket": 7}, "ticket: "),
+    "a ticket in no queue": ({"ticket": {"queue": "loans"}}, "ticket.queue: "),
+    "a field that tickets lack": ({"ticket": {"owner": "x"}}, "ticket.owner: extra inputs"),
+    "tickets as null": ({"tickets": None}, "tickets: "),
+    "an old ticket without a customer": ({"tickets": {"T1": {}}}, "tickets.T1.customer_id: "),
+    "no object": ([], "an object"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_STATES)
+async def test_a_state_of_the_wrong_shape_is_named(case: str):
+    initial, said = WRONG_STATES[case]
+    with pytest.raises(DomainError, match="support_desk: ") as refused:
+        await opened(initial=initial)
+    assert said in str(refused.value)
+
+
+async def test_every_snapshot_can_be_opened_again():
+    desk = await opened(seed=3)
+    await call(desk, "route_ticket", **ANSWER)
+    assert (await opened(initial=desk.snapshot(), seed=4)).snapshot()["ticket"]["queue"] == "cards"
+
+
 async def test_there_is_no_live_desk():
     with pytest.raises(DomainError, match=r"cannot run 'live'.*allowed: connectors"):
         await SupportDeskFactory().open(

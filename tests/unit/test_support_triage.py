@@ -297,3 +297,11 @@ def test_the_prompt_holds_the_rules_in_few_words(triage: Domain):
 
 def test_the_phrases_are_part_of_the_version(triage: Domain):
     assert (Path(triage.folder) / "phrases" / "gate.yaml").is_file()
+
+
+@pytest.mark.parametrize("field", ["customer_id", "attachment"])
+def test_names_do_not_end_in_a_new_line(triage: Domain, field: str):
+    good = {"message": "hi", "customer_id": "C101", "attachment": "a.txt"}
+    assert validate_input(triage, good) == good
+    with pytest.raises(InputError, match=f"{field}: .*does not match"):
+        validate_input(triage, {**good, field: f"{good[field]}\n"})

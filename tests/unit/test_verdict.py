@@ -171,6 +171,23 @@ def test_the_evidence_hash_covers_every_artefact(change: dict[str, Any]):
     assert evidence_hash(artefacts, {}) == evidence_hash(dataclasses.replace(artefacts), {})
 
 
+def test_an_expectation_that_no_check_looked_at_is_no_evidence():
+    """A verdict by rules alone is shown whole: its hash must not tell which gold was kept."""
+    rule = declare("rule", passed=True)
+    aside = declare(
+        "gold",
+        passed=True,
+        needs="expectation",
+        when={"field": "answer.queue", "equals": "nowhere"},
+    )
+    by_rules = [grade(rule, aside, expectation=each) for each in (None, {"q": 1}, {"q": 2})]
+    assert {verdict.basis for verdict in by_rules} == {"rules"}
+    assert len({verdict.evidence_hash for verdict in by_rules}) == 1
+    gold = declare("gold", passed=True, needs="expectation")
+    by_gold = [grade(rule, gold, expectation=each) for each in ({"q": 1}, {"q": 2})]
+    assert len({verdict.evidence_hash for verdict in by_gold}) == 2
+
+
 @given(st.text(), st.dictionaries(st.text(), st.text() | st.floats(), max_size=3))
 def test_any_answer_has_a_canonical_verdict(text: str, more: dict[str, Any]):
     answer = {"queue": text + "\ud800", "more": more}

@@ -13,13 +13,14 @@ import resource
 import select
 import time
 
-SIGKILL = 9
+from .bounds import PAGE
+
+SIGINT, SIGKILL = 2, 9
 RESTORED_SIGNALS = (13, 25)
 """SIGPIPE and SIGXFSZ: ignored by Python, default for commands."""
 PR_SET_DUMPABLE = 4
 TICK = 0.05
 """Seconds between two looks at the deadline, at orphans and at memory."""
-PAGE = os.sysconf("SC_PAGE_SIZE")
 READ = 1 << 16
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -35,6 +36,7 @@ class Rules:
         output_bytes: int,
         memory_bytes: int,
         cpus: int,
+        proc: int,
     ) -> None:
         self.processes = processes
         self.open_files = open_files
@@ -43,6 +45,8 @@ class Rules:
         self.memory_bytes = memory_bytes
         """0 where a cgroup limits memory."""
         self.cpus = cpus
+        self.proc = proc
+        """A descriptor of a writable /proc; it may be another namespace's."""
 
 
 class Command:
@@ -225,7 +229,7 @@ def become(command: Command, rules: Rules, streams: tuple[int, int, int]) -> Non
         for target, source in enumerate(streams):
             os.dup2(source, target, inheritable=True)
         restore_signals()
-        offer_to_oom_killer()
+        offer_to_oom_killer(rules.proc)
         apply_limits(command, rules)
         os.chdir(command.folder)
         os.execvpe(command.argv[0], command.argv, command.environment)
@@ -243,11 +247,15 @@ def restore_signals() -> None:
         libc.signal(number, None)
 
 
-def offer_to_oom_killer() -> None:
-    """Where memory runs out the command is to die, never the helper. Inherited by its children."""
+def offer_to_oom_killer(proc: int) -> None:
+    """Where memory runs out the command is to die, never the helper. Inherited by its children.
+
+    They cannot take it back: the /proc that they see is read-only. `proc` is another one.
+    """
     libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
-    with open("/proc/self/oom_score_adj", "wb", buffering=0) as score:
-        score.write(b"1000")
+    score = os.open("self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
+    os.write(score, b"1000")
+    os.close(score)
 
 
 def apply_limits(command: Command, rules: Rules) -> None:

@@ -10,18 +10,18 @@ read away, the helper gives it back, for good: a snapshot must not fail because 
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from .bounds import MAX_DEPTH, MAX_PATH, PAGE, pages
 from .wire import CHUNK
 
-MAX_DEPTH = 128
-"""Folders below each other; deeper trees are refused (every level holds a descriptor)."""
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 Entry = tuple[bytes, int, int, bytes]
 """(kind, mode, size, path): kind is `f`, `d`, `l` or `o`; path is relative to the workspace."""
 
+TOO_LONG = f"is nested too deep: a path has at most {MAX_DEPTH} names and {MAX_PATH} bytes"
 REASONS = {
     errno.ENOENT: "does not exist",
     errno.ENOTDIR: "is not a folder (links are not followed)",
@@ -49,7 +49,7 @@ def split(path: bytes) -> list[bytes]:
     if path.startswith(b"/") or b".." in parts or b"\0" in path:
         raise Refused(f"{shown(path)} leaves the workspace")
     if len(parts) > MAX_DEPTH:
-        raise Refused(f"{shown(path[:64])}… is nested deeper than {MAX_DEPTH} folders")
+        raise Refused(f"{shown(path[:64])}… {TOO_LONG}")
     return parts
 
 
@@ -133,31 +133,48 @@ def read_chunks(root: int, path: bytes, limit: int) -> Iterator[bytes]:
         os.close(opened)
 
 
-def walk(root: int, path: bytes) -> list[Entry]:
-    """Everything beneath a folder, sorted by the bytes of its path."""
+def walk(root: int, path: bytes) -> Iterator[Entry]:
+    """Everything beneath a folder, in the order of the bytes of the paths.
+
+    Holds the names of one folder per level, never the whole tree, whose paths may take far more
+    memory than the helper has.
+    """
     parts = split(path)
-    folder = open_folder(root, parts)
-    found: list[Entry] = []
-    _walk(folder, b"/".join(parts), len(parts), found)
-    found.sort(key=lambda entry: entry[3])
-    return found
+    yield from _walk(open_folder(root, parts), b"/".join(parts), len(parts))
 
 
-def _walk(folder: int, prefix: bytes, depth: int, found: list[Entry]) -> None:
-    """Append what lies beneath `folder`; closes it."""
+def _walk(folder: int, prefix: bytes, depth: int) -> Iterator[Entry]:
+    """What lies beneath `folder`, which is closed at the end."""
     try:
-        if depth > MAX_DEPTH:
-            raise Refused(f"{shown(prefix[:64])}… is nested deeper than {MAX_DEPTH} folders")
-        for name in map(os.fsencode, os.listdir(folder)):
-            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        for key in _in_order(folder):
+            name = key.rstrip(b"/")
             path = prefix + b"/" + name if prefix else name
-            kind = _kind(status.st_mode)
-            size = status.st_size if kind in b"fl" else 0
-            found.append((kind, _mode(kind, status.st_mode), size, path))
-            if kind == b"d":
-                _walk(_open_owned(folder, name, FOLDER, 0o500), path, depth + 1, found)
+            if depth >= MAX_DEPTH or len(path) > MAX_PATH:
+                raise Refused(f"{shown(path[:64])}… {TOO_LONG}")
+            if key == name:
+                yield _entry(folder, name, path)
+            else:
+                yield from _walk(_open_owned(folder, name, FOLDER, 0o500), path, depth + 1)
     finally:
         os.close(folder)
+
+
+def _in_order(folder: int) -> list[bytes]:
+    """The folder's names, and for each folder in it its name with a slash: the place of what it
+    holds, which is not right behind it (`a`, `a.txt`, `a/b`)."""
+    keys: list[bytes] = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            name = os.fsencode(entry.name)
+            keys += [name, name + b"/"] if entry.is_dir(follow_symlinks=False) else [name]
+    keys.sort()
+    return keys
+
+
+def _entry(folder: int, name: bytes, path: bytes) -> Entry:
+    status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    kind = _kind(status.st_mode)
+    return kind, _mode(kind, status.st_mode), status.st_size if kind in b"fl" else 0, path
 
 
 def _mode(kind: bytes, mode: int) -> int:
@@ -174,6 +191,24 @@ def _kind(mode: int) -> bytes:
     return b"l" if stat.S_ISLNK(mode) else b"o"
 
 
+def check_restorable(entries: Iterable[Entry], disk_pages: int, most: int) -> None:
+    """Refuse a tree that a fresh workspace with this room could not hold.
+
+    This one may hold it all the same: hard links share their content, and files may have holes.
+    """
+    count = taken = 0
+    for kind, _, size, _ in entries:
+        count += 1
+        taken += pages(kind, size)
+    if taken > disk_pages:
+        raise Refused(
+            f"the workspace cannot be stored: its files claim {taken * PAGE} bytes (each hard link "
+            f"and hole counts in full, in pages of {PAGE}), there is room for {disk_pages * PAGE}"
+        )
+    if count > most:
+        raise Refused(f"the workspace cannot be stored: it has {count} files, {most} are allowed")
+
+
 def link_target(root: int, path: bytes) -> bytes:
     parts = split(path)
     folder = open_folder(root, parts[:-1])
@@ -187,10 +222,10 @@ def link_target(root: int, path: bytes) -> bytes:
 
 
 class Incoming:
-    """An entry on its way in, in chunks; it appears under its name only when it is complete.
+    """Entries on their way in, in chunks; each appears under its name only when it is complete.
 
-    The first failure is kept and raised at the last chunk, because the host sends the chunks of an
-    entry without waiting for an answer to each.
+    The host sends any number of them without waiting for answers. The first failure is kept, what
+    follows it is dropped, and `settle` raises it.
     """
 
     def __init__(self, root: int) -> None:
@@ -201,15 +236,19 @@ class Incoming:
 
     def add(self, last: bool, mode: int, kind: bytes, path: bytes, chunk: bytes) -> None:
         """`mode` 0 keeps the mode of a file that exists, 0644 for a new one."""
-        if self._failure is None:
-            try:
-                self._add(last, mode, kind, path, chunk)
-            except Refused as refused:
-                self._fail(refused)
-            except OSError as error:
-                self._fail(explain(path, error))
-        if last and self._failure is not None:
-            failure, self._failure = self._failure, None
+        if self._failure is not None:
+            return
+        try:
+            self._add(last, mode, kind, path, chunk)
+        except Refused as refused:
+            self._fail(refused)
+        except OSError as error:
+            self._fail(explain(path, error))
+
+    def settle(self) -> None:
+        """Raises the first failure since the last time."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
             raise failure
 
     def _fail(self, refused: Refused) -> None:

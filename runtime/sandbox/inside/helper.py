@@ -2,15 +2,19 @@
 
 It speaks `wire` frames over the descriptors it was started with, keeps them out of reach of every
 command, and makes itself undumpable, so that a command of the same uid can neither trace it nor
-open its pipes through `/proc/1`. When the host closes its end, or dies, it kills everything and
-exits; as process 1 it takes the whole process namespace with it.
+open its pipes through `/proc/1`. It handles no signal: process 1 gets from inside only those that
+it handles (and Python would have it handle SIGINT). When the host closes its end, or dies, it kills
+everything and exits; as process 1 it takes the whole process namespace with it.
 """
 
 import os
 import sys
+from collections.abc import Iterator
+from itertools import islice
 
 from .commands import (
     PR_SET_DUMPABLE,
+    SIGINT,
     Command,
     Outcome,
     Rules,
@@ -18,7 +22,18 @@ from .commands import (
     leave,
     libc,
 )
-from .files import FOLDER, Entry, Incoming, Refused, link_target, read_chunks, shown, split, walk
+from .files import (
+    FOLDER,
+    Entry,
+    Incoming,
+    Refused,
+    check_restorable,
+    link_target,
+    read_chunks,
+    shown,
+    split,
+    walk,
+)
 from .wire import number, pack, seconds, unpack
 
 WORKSPACE = b"/workspace"
@@ -47,6 +62,7 @@ class Helper:
                 self._reply(b"refused", str(refused).encode("utf-8", "replace"))
             except Exception as error:
                 self._reply(b"failed", repr(error).encode("utf-8", "replace"))
+                leave()
 
     def _answer(self, verb: bytes, arguments: list[bytes]) -> None:
         if verb == b"exec":
@@ -56,9 +72,13 @@ class Helper:
         elif verb == b"list":
             self._list(arguments[0], int(arguments[1]))
         elif verb == b"store":
-            self._store(arguments)
+            last, mode, kind, path, chunk = arguments
+            self._incoming.add(last == b"1", int(mode), kind, path, chunk)
+        elif verb == b"settle":
+            self._incoming.settle()
+            self._reply(b"stored")
         elif verb == b"dump":
-            self._dump(int(arguments[0]))
+            self._dump(int(arguments[0]), int(arguments[1]))
         else:
             raise ValueError(f"unknown request {verb!r}")
 
@@ -95,25 +115,14 @@ class Helper:
         self._reply(b"end")
 
     def _list(self, path: bytes, limit: int) -> None:
-        entries = walk(self._root, path)[:limit]
-        for start in range(0, len(entries), ENTRIES_PER_FRAME):
-            page = entries[start : start + ENTRIES_PER_FRAME]
+        entries = islice(walk(self._root, path), limit)
+        while page := list(islice(entries, ENTRIES_PER_FRAME)):
             self._reply(b"entries", *(field for entry in page for field in fields_of(entry)))
         self._reply(b"end")
 
-    def _store(self, arguments: list[bytes]) -> None:
-        last, mode, kind, path, chunk = arguments
-        final = last == b"1"
-        self._incoming.add(final, int(mode), kind, path, chunk)
-        if final:
-            self._reply(b"stored")
-
-    def _dump(self, limit: int) -> None:
-        entries = [entry for entry in walk(self._root, b"") if entry[0] != b"o"]
-        total = sum(size for kind, _, size, _ in entries if kind == b"f")
-        if total > limit:
-            raise Refused(f"the workspace's files claim {total} bytes, its disk has {limit}")
-        for entry in entries:
+    def _dump(self, disk_pages: int, most: int) -> None:
+        check_restorable(self._tree(), disk_pages, most)
+        for entry in self._tree():
             kind, _, size, path = entry
             target = link_target(self._root, path) if kind == b"l" else b""
             self._reply(b"entry", *fields_of(entry), target)
@@ -121,6 +130,10 @@ class Helper:
                 for chunk in read_chunks(self._root, path, size):
                     self._reply(b"data", chunk)
         self._reply(b"end")
+
+    def _tree(self) -> Iterator[Entry]:
+        """What a snapshot keeps of the workspace."""
+        return (entry for entry in walk(self._root, b"") if entry[0] != b"o")
 
     # ------------------------------------------------------------ frames
 
@@ -147,9 +160,11 @@ def fields_of(entry: Entry) -> tuple[bytes, bytes, bytes, bytes]:
     return kind, number(mode), number(size), path
 
 
-def hide_pipes() -> tuple[int, int]:
-    """The host's pipes on descriptors no command inherits; 0 and 1 become /dev/null."""
-    os.closerange(3, 1 << 12)
+def hide_descriptors(proc: int) -> tuple[int, int]:
+    """The host's pipes and its /proc, where no command inherits them; 0 and 1 become /dev/null."""
+    os.closerange(3, proc)
+    os.closerange(proc + 1, 1 << 12)
+    os.set_inheritable(proc, False)
     requests, replies = os.dup(0), os.dup(1)
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 0)
@@ -160,10 +175,12 @@ def hide_pipes() -> tuple[int, int]:
 
 def main(arguments: list[str]) -> None:
     """`arguments` are the fields of `Rules`, in order."""
+    rules = Rules(*map(int, arguments))
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    libc.signal(SIGINT, None)
     os.umask(0o022)
-    requests, replies = hide_pipes()
-    Helper(requests, replies, Rules(*map(int, arguments))).serve()
+    requests, replies = hide_descriptors(rules.proc)
+    Helper(requests, replies, rules).serve()
 
 
 if __name__ == "__main__":

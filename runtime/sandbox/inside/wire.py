@@ -10,11 +10,15 @@ expects before it reads it.
                                                   wall cpu peak stdout stderr
     read  path limit                              data chunk …, end
     list  path limit                              entries (kind mode size path)…, end
-    store last mode kind path chunk               stored (only after the last chunk of an entry)
-    dump  limit                                   entry kind mode size path target, data …, end
+    store last mode kind path chunk               none: its failure is told by `settle`
+    settle                                        stored, or the first refusal of a `store` before
+    dump  pages entries                           entry kind mode size path target, data …, end
+
+Nothing is sent back while entries are stored, so a host that sends a whole tree before it reads can
+never find the helper waiting for it.
 
 Any request may be answered by `refused reason` (the agent's fault, in words it can act on) or
-`failed reason` (the helper's own).
+`failed reason` (the helper's own; it ends then).
 """
 
 from collections.abc import Iterable

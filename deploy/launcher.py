@@ -274,10 +274,14 @@ class Downloads:
     """A running total of what pip or uv say they download, shown on one line of a terminal."""
 
     def __init__(self, write: Callable[[str], object] = sys.stderr.write) -> None:
+        from shutil import get_terminal_size
+
         self.bytes = 0.0
         self.files = 0
         self._write = write
         self._live = sys.stderr.isatty()
+        self._columns = get_terminal_size().columns - 1
+        """A line that wraps could not be written over."""
         self._announced = 0.0
 
     def see(self, line: str) -> None:
@@ -291,7 +295,8 @@ class Downloads:
 
     def _show(self, name: str) -> None:
         if self._live:
-            self._write(f"\r\033[Knoria: {self.summary()}: {name.rpartition('/')[2][:60]}")
+            line = f"noria: {self.summary()}: {name.rpartition('/')[2]}"
+            self._write(f"\r\033[K{line[: self._columns]}")
             sys.stderr.flush()
         elif self.bytes - self._announced > 100e6:  # a log gets a line for each 100 MB
             self._announced = self.bytes

@@ -22,6 +22,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import urlsplit
 
 from deploy.children import Child, ChildFailed, ChildSpec
 from deploy.embedded import Postgres, Valkey, postgres_url, valkey_url
@@ -105,7 +106,7 @@ def plan(settings: Settings, only: Sequence[str] = ()) -> Stack:
         services=stack,
         api_url=f"http://{settings.host}:{port}" if "api" in names else None,
         engine_url=engine_url if "engine" in names or settings.engine_url else None,
-        notes=notes,
+        notes=(*notes, *_silent_engine(settings)),
         listener=listener,
     )
 
@@ -191,6 +192,20 @@ def _listen(settings: Settings) -> tuple[socket.socket, tuple[str, ...]]:
     listener = _bound(host, 0)
     other = listener.getsockname()[1]
     return listener, (f"port {port} is taken, so the API listens on {other}",)
+
+
+def _silent_engine(settings: Settings) -> tuple[str, ...]:
+    """What to say where the settings name an engine that takes no connection."""
+    if settings.engine_url is None:
+        return ()
+    address = urlsplit(settings.engine_url)
+    port = address.port or (443 if address.scheme == "https" else 80)
+    try:
+        socket.create_connection((address.hostname or "", port), timeout=2).close()
+    except OSError as error:
+        why = error.strerror or str(error)
+        return (f"no engine answers at {settings.engine_url} ({why}): runs fail until one does",)
+    return ()
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -5,6 +5,7 @@ Scaling past one machine: it may run from anywhere, any number of times, also at
 take turns under an advisory lock.
 """
 
+from flywheel.store import MIGRATIONS
 from runtime.database import Database, migrate
 from runtime.errors import StoreError
 from runtime.key_store import bootstrap_key
@@ -18,7 +19,9 @@ async def prepare_database(settings: Settings) -> list[str]:
     """
     if settings.database_url is None:
         raise StoreError("NORIA_DATABASE_URL is not set; `noria migrate` starts the embedded one")
-    applied = await migrate(settings.database_url)
-    async with Database(settings.database_url, size=1) as database:
+    url = settings.database_url
+    applied = await migrate(url)
+    applied += await migrate(url, folder=MIGRATIONS, schema="flywheel")
+    async with Database(url, size=1) as database:
         await bootstrap_key(database, settings.home / "secrets")
     return applied

@@ -20,6 +20,7 @@ class Boundary(StrEnum):
     DOMAIN = "domain"
     STORE = "store"
     INPUT = "input"
+    TRAINING = "training"
 
 
 class Failure(BaseModel):
@@ -71,6 +72,12 @@ class EngineUnavailable(EngineError):
     retriable = True
 
 
+class PolicyNotLoaded(EngineUnavailable):
+    """The engine does not serve this policy now: it may be loading it again after a restart."""
+
+    code = "policy_not_loaded"
+
+
 class EngineRefused(EngineError):
     """The engine understood the request and refuses it (4xx): retrying is pointless."""
 
@@ -87,6 +94,12 @@ class ContextOverflow(EngineError):
     """Prompt plus the tokens asked for exceed the model's window."""
 
     code = "context_overflow"
+
+
+class ProbeFailed(EngineError):
+    """What the engine serves under an adapter's name is not what was trained."""
+
+    code = "probe_failed"
 
 
 class SandboxError(NoriaError):
@@ -159,6 +172,15 @@ class Conflict(InputError):
 
     code = "conflict"
     http_status = 409
+
+
+class AdapterRefused(Conflict):
+    """Files that are no adapter of this base, or no longer the one registered.
+
+    `detail["reason"]` is a stable snake_case name of what is wrong.
+    """
+
+    code = "adapter_refused"
 
 
 class IdempotencyMismatch(InputError):

@@ -1,0 +1,284 @@
+"""One turn of the wheel: mine → compile → sample → SFT → (rollouts → GRPO)… → evaluate → gate →
+release.
+
+`PLAN` is the cycle, `advance` turns it by one stage. The row is the job: a worker claims the cycle
+under a lease, runs its next stage, writes what came of it under the fence, gives the cycle back and
+rings; whoever hears it goes on. A stage that waits for runs holds no worker. A worker that dies
+leaves an expired lease, and the next one runs the same stage again: stages are idempotent. Celery
+and NOTIFY only ring; `due` finds what can go on from Postgres alone.
+
+Scaling out: any number of workers on any number of machines; a cycle is turned by one at a time,
+different domains' cycles by different ones.
+"""
+
+import datetime as dt
+import logging
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from zoneinfo import ZoneInfo
+
+from flywheel.cycle_lease import CycleLease
+from flywheel.cycle_store import CycleStore
+from flywheel.recipe import Recipe
+from flywheel.records import (
+    Cycle,
+    CycleId,
+    CycleOptions,
+    CycleState,
+    Stage,
+    StageName,
+    StageState,
+)
+from flywheel.rollouts import cancel_open
+from flywheel.stages import judgement, learning, lessons, practice
+from flywheel.stages.turn import Answer, Done, Ended, Turn, Waiting
+from flywheel.store import transaction
+from flywheel.training.errors import TrainingStopped
+from flywheel.wheel import Wheel
+from runtime.errors import InputError, LeaseLost, NoriaError, NotFound
+from runtime.run import TenantId
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3
+
+STAGES: dict[StageName, Callable[[Turn], Answer]] = {
+    StageName.MINE: lessons.mine_runs,
+    StageName.COMPILE: lessons.compile_tasks,
+    StageName.SAMPLE: practice.sample_incumbent,
+    StageName.SFT: learning.train_supervised,
+    StageName.ROLLOUTS: practice.sample_groups,
+    StageName.GRPO: learning.train_on_groups,
+    StageName.EVALUATE: judgement.evaluate,
+    StageName.GATE: judgement.judge,
+    StageName.RELEASE: judgement.release,
+}
+
+
+def plan(recipe: Recipe) -> list[tuple[StageName, int]]:
+    """The stages of a cycle in order, with their round."""
+    before = [StageName.MINE, StageName.COMPILE, StageName.SAMPLE, StageName.SFT]
+    rounds = [
+        (name, number)
+        for number in range(1, recipe.grpo.rounds + 1)
+        for name in (StageName.ROLLOUTS, StageName.GRPO)
+    ]
+    after = [StageName.EVALUATE, StageName.GATE, StageName.RELEASE]
+    return [*((name, 0) for name in before), *rounds, *((name, 0) for name in after)]
+
+
+# ---------------------------------------------------------------- opening
+
+
+def open_cycle(
+    wheel: Wheel,
+    tenant_id: TenantId,
+    domain: str,
+    *,
+    trigger: str = "manual",
+    date: dt.date | None = None,
+    options: CycleOptions | None = None,
+) -> tuple[Cycle, bool]:
+    """A new cycle of the domain and True; or the one that runs (or ran, at night) and False.
+
+    Raises NotFound for a domain without recipe, InputError for a profile or level it does not have.
+    """
+    options = options or CycleOptions()
+    recipe = _recipe(wheel, domain, options)
+    date = date or dt.datetime.now(ZoneInfo(recipe.schedule.timezone)).date()
+    with transaction(wheel.url) as connection:
+        store = CycleStore(connection)
+        opened = store.insert(
+            tenant_id, recipe, date=date, trigger=trigger, options=options, plan=plan(recipe)
+        )
+        there = opened or store.running(tenant_id, domain)
+        there = there or store.nightly(tenant_id, domain, date)
+        assert there is not None, "what kept the cycle from being opened exists"
+        return store.get(tenant_id, there), opened is not None
+
+
+def _recipe(wheel: Wheel, domain: str, options: CycleOptions) -> Recipe:
+    if domain not in wheel.recipes:
+        known = ", ".join(sorted(wheel.recipes)) or "none"
+        raise NotFound(f"there is no recipe for domain {domain!r}; domains with one: {known}")
+    recipe = Recipe.load(wheel.recipes[domain], options.profile)
+    levels = wheel.domains[domain].levels
+    level = options.level or recipe.level
+    if level not in levels:
+        raise InputError(f"{domain} has no level {level!r}; allowed: {', '.join(levels)}")
+    return recipe.model_copy(update={"level": level})
+
+
+def open_due(wheel: Wheel, now: dt.datetime) -> list[CycleId]:
+    """Open tonight's cycle for each tenant and domain whose hour has come; exactly one a date."""
+    opened: list[CycleId] = []
+    for domain, path in wheel.recipes.items():
+        schedule = Recipe.load(path).schedule
+        local = now.astimezone(ZoneInfo(schedule.timezone))
+        if not schedule.enabled or local.strftime("%H:%M") < schedule.at:
+            continue
+        for tenant_id in _tenants_without(wheel, domain, local.date()):
+            cycle, new = open_cycle(wheel, tenant_id, domain, trigger="nightly", date=local.date())
+            opened += [cycle.id] if new else []
+    return opened
+
+
+def _tenants_without(wheel: Wheel, domain: str, date: dt.date) -> list[TenantId]:
+    with transaction(wheel.url) as connection:
+        store = CycleStore(connection)
+        return [t for t in store.tenants(domain) if store.nightly(t, domain, date) is None]
+
+
+def stop_cycle(wheel: Wheel, tenant_id: TenantId, cycle_id: CycleId) -> Cycle:
+    """Ask a cycle to stop: within seconds, and for good. Raises NotFound."""
+    with transaction(wheel.url) as connection:
+        store = CycleStore(connection)
+        store.get(tenant_id, cycle_id)
+        store.request_stop(tenant_id, cycle_id)
+        return store.get(tenant_id, cycle_id)
+
+
+def due(wheel: Wheel) -> list[tuple[TenantId, CycleId]]:
+    """Cycles that can go on now."""
+    with transaction(wheel.url) as connection:
+        return CycleStore(connection).due()
+
+
+# ---------------------------------------------------------------- turning
+
+
+class Advance(StrEnum):
+    ADVANCED = "advanced"
+    WAITING = "waiting"
+    """For runs."""
+    BUSY = "busy"
+    """Another worker holds it."""
+    ENDED = "ended"
+
+
+def advance(
+    wheel: Wheel,
+    tenant_id: TenantId,
+    cycle_id: CycleId,
+    *,
+    owner: str,
+    quitting: Callable[[], bool] = lambda: False,
+) -> Advance:
+    """Run exactly one stage, or see whether its runs are over; commit, ring, let go.
+
+    `quitting` says that this worker is going down: a training is then stopped and given back.
+    """
+    with CycleLease.take(wheel.url, tenant_id, cycle_id, owner) as lease:
+        if lease is None:
+            return Advance.BUSY
+        with transaction(wheel.url) as connection:
+            store = CycleStore(connection)
+            cycle, stages = store.get(tenant_id, cycle_id), store.stages(tenant_id, cycle_id)
+        if cycle.stop_requested:
+            return _stop(wheel, cycle, lease)
+        stage = _next(stages)
+        if stage is None:
+            return _finish(wheel, cycle, stages, lease)
+        try:
+            return _run(wheel, cycle, stage, stages, lease, quitting)
+        except LeaseLost:
+            log.warning("cycle %s: its lease was lost; another worker goes on", cycle_id)
+            return Advance.BUSY
+
+
+def _next(stages: Sequence[Stage]) -> Stage | None:
+    over = (StageState.DONE, StageState.SKIPPED, StageState.FAILED)
+    return next((stage for stage in stages if stage.state not in over), None)
+
+
+def _run(
+    wheel: Wheel,
+    cycle: Cycle,
+    stage: Stage,
+    stages: Sequence[Stage],
+    lease: CycleLease,
+    quitting: Callable[[], bool],
+) -> Advance:
+    attempt = lease.start(stage)
+    if attempt > MAX_ATTEMPTS:
+        return _fail(
+            wheel, cycle, stage, lease, f"{MAX_ATTEMPTS} workers in a row died in this stage"
+        )
+    turn = Turn(
+        wheel=wheel,
+        cycle=cycle,
+        stage=stage,
+        stages=stages,
+        show=lambda progress: lease.show(stage, progress),
+        stop=lambda: lease.lost or lease.stop_requested or quitting(),
+    )
+    try:
+        answer = STAGES[stage.name](turn)
+    except TrainingStopped:
+        return _stopped(wheel, cycle, lease)
+    except LeaseLost:
+        raise
+    except NoriaError as error:
+        return _failed(wheel, cycle, stage, lease, error, attempt)
+    return _commit(wheel, cycle, stage, lease, answer)
+
+
+def _commit(wheel: Wheel, cycle: Cycle, stage: Stage, lease: CycleLease, answer: Answer) -> Advance:
+    match answer:
+        case Done():
+            lease.save(
+                stage,
+                StageState.DONE,
+                inputs=answer.inputs,
+                outputs=answer.outputs,
+                metrics=answer.metrics,
+                reason=answer.reason,
+                skip=answer.skip,
+            )
+            return Advance.ADVANCED
+        case Waiting():
+            lease.save(stage, StageState.WAITING, inputs=answer.inputs, progress=answer.progress)
+            return Advance.WAITING
+        case Ended():
+            lease.save(stage, StageState.DONE, reason=answer.reason)
+            lease.end(CycleState.DONE, outcome=answer.outcome, reason=answer.reason)
+            return Advance.ENDED
+
+
+def _finish(wheel: Wheel, cycle: Cycle, stages: Sequence[Stage], lease: CycleLease) -> Advance:
+    """Every stage is over: the cycle's outcome is the gate's."""
+    gate = next(stage for stage in stages if stage.name is StageName.GATE)
+    decision = gate.outputs.get("decision", {})
+    lease.end(CycleState.DONE, outcome=decision.get("outcome"), reason=gate.reason)
+    return Advance.ENDED
+
+
+def _stop(wheel: Wheel, cycle: Cycle, lease: CycleLease) -> Advance:
+    cancel_open(wheel, cycle)
+    lease.end(CycleState.STOPPED, reason="somebody asked it to stop")
+    return Advance.ENDED
+
+
+def _stopped(wheel: Wheel, cycle: Cycle, lease: CycleLease) -> Advance:
+    """Training was stopped: for good where somebody asked, else given back to another worker."""
+    if lease.stop_requested:
+        return _stop(wheel, cycle, lease)
+    return Advance.BUSY
+
+
+def _failed(
+    wheel: Wheel, cycle: Cycle, stage: Stage, lease: CycleLease, error: NoriaError, attempt: int
+) -> Advance:
+    """What may pass is tried again; what will not ends the cycle with its reason."""
+    log.error("cycle %s, stage %s: %s", cycle.id, stage.name, error)
+    if error.retriable and attempt < MAX_ATTEMPTS:
+        lease.save(stage, StageState.PENDING, reason=str(error))
+        return Advance.BUSY
+    return _fail(wheel, cycle, stage, lease, str(error))
+
+
+def _fail(wheel: Wheel, cycle: Cycle, stage: Stage, lease: CycleLease, reason: str) -> Advance:
+    cancel_open(wheel, cycle)
+    lease.save(stage, StageState.FAILED, reason=reason)
+    lease.end(CycleState.FAILED, reason=f"{stage.name}: {reason}")
+    return Advance.ENDED

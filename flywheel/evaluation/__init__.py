@@ -1,0 +1,1 @@
+"""Evaluation: what the samples say, how surely, and what the gate makes of it."""

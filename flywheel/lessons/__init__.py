@@ -1,0 +1,1 @@
+"""Lessons: runs that failed become tasks worth practising on, validated before they count."""

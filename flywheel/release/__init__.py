@@ -1,0 +1,1 @@
+"""Release: adapters as immutable files with lineage, loaded, probed, switched to, rolled back."""

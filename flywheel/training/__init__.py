@@ -1,0 +1,1 @@
+"""Training: recorded trajectories in, a LoRA adapter out, in a process of its own."""

@@ -163,10 +163,12 @@ def advance(
     *,
     owner: str,
     quitting: Callable[[], bool] = lambda: False,
+    serves: Callable[[StageName], bool] = lambda name: True,
 ) -> Advance:
     """Run exactly one stage, or see whether its runs are over; commit, ring, let go.
 
     `quitting` says that this worker is going down: a training is then stopped and given back.
+    `serves` says which stages this worker runs; others are left to other workers.
     """
     with CycleLease.take(wheel.url, tenant_id, cycle_id, owner) as lease:
         if lease is None:
@@ -179,6 +181,8 @@ def advance(
         stage = _next(stages)
         if stage is None:
             return _finish(wheel, cycle, stages, lease)
+        if not serves(stage.name):
+            return Advance.BUSY
         try:
             return _run(wheel, cycle, stage, stages, lease, quitting)
         except LeaseLost:

@@ -5,7 +5,7 @@ from typing import Any
 from flywheel.evaluation.gate import decide
 from flywheel.evaluation.suites import gate_tasks
 from flywheel.lessons.pool import PoolStore
-from flywheel.records import AdapterStatus, Decision, Outcome, Sample, StageName
+from flywheel.records import Decision, Outcome, Sample, StageName
 from flywheel.release.adapters import AdapterStore, policy_of
 from flywheel.release.aliases import promote
 from flywheel.rollouts import request, samples
@@ -99,7 +99,4 @@ def release(turn: Turn) -> Answer:
         by, reason = f"cycle {turn.cycle.id}", decision.reasons[0]
         released = promote(turn.wheel, turn.tenant_id, name, by=by, reason=reason)
         return Done(outputs={"adapter": name, "release": released.model_dump(mode="json")})
-    if decision.outcome is Outcome.REJECT:
-        with turn.transaction() as connection:
-            AdapterStore(connection).set_status(turn.tenant_id, name, AdapterStatus.REJECTED)
     return Done(outputs={"adapter": None}, reason="nothing was released")

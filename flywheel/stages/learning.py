@@ -13,8 +13,8 @@ from typing import Any
 
 from flywheel.lessons.pool import PoolStore
 from flywheel.records import Adapter, PoolTask, Sample, Stage, StageName
-from flywheel.release.adapters import AdapterStore, Origin, register
-from flywheel.release.hold import hold
+from flywheel.release.adapters import AdapterStore, Lineage, register
+from flywheel.release.holds import hold
 from flywheel.release.hot_load import load, unload
 from flywheel.rollouts import model_calls, samples
 from flywheel.stages.practice import GROUP, fixed_tasks
@@ -55,7 +55,8 @@ def train_supervised(turn: Turn) -> Answer:
         probe_prompts=_probe_prompts(turn),
     )
     result = _train(turn, job, rows)
-    origin = Origin(
+    lineage = _lineage(
+        turn,
         stage="sft",
         parent=turn.incumbent.id if turn.incumbent.adapter else None,
         tasks=[task.id for task in tasks],
@@ -63,7 +64,7 @@ def train_supervised(turn: Turn) -> Answer:
         corrections=[task.source_run for task in tasks if task.source_run],
         metrics=_summary(result),
     )
-    return _candidate(turn, result, origin, {"rows": len(rows), "demonstrations": len(tasks)})
+    return _candidate(turn, result, lineage, {"rows": len(rows), "demonstrations": len(tasks)})
 
 
 def _demonstrated(turn: Turn) -> list[PoolTask]:
@@ -144,7 +145,8 @@ def train_on_groups(turn: Turn) -> Answer:
             reason=reason,
             skip=(StageName.ROLLOUTS, StageName.GRPO),
         )
-    origin = Origin(
+    lineage = _lineage(
+        turn,
         stage="grpo",
         parent=before.name,
         tasks=before.manifest.tasks,
@@ -152,7 +154,7 @@ def train_on_groups(turn: Turn) -> Answer:
         corrections=before.manifest.corrections,
         metrics=_summary(result),
     )
-    answer = _candidate(turn, result, origin, {"rows": len(rows)})
+    answer = _candidate(turn, result, lineage, {"rows": len(rows)})
     if before.stage == "grpo":
         unload(turn.wheel, before)
     return answer
@@ -216,14 +218,27 @@ def _folder(turn: Turn) -> Path:
     return turn.wheel.job_folder(turn.cycle.id, turn.stage.seq)
 
 
-def _candidate(turn: Turn, result: TrainingResult, origin: Origin, metrics: dict[str, Any]) -> Done:
+def _lineage(turn: Turn, **known: Any) -> Lineage:
+    return Lineage(
+        domain=turn.cycle.domain,
+        domain_digest=turn.domain.digest,
+        cycle_id=turn.cycle.id,
+        recipe=turn.recipe,
+        **known,
+    )
+
+
+def _candidate(
+    turn: Turn, result: TrainingResult, lineage: Lineage, metrics: dict[str, Any]
+) -> Done:
     """Register what was trained, load and probe it."""
-    adapter = register(turn.wheel, turn.cycle, _folder(turn) / result.adapter, origin, result.probe)
+    folder = _folder(turn) / result.adapter
+    adapter = register(turn.wheel, turn.tenant_id, folder, lineage, result.probe)
     report = load(turn.wheel, adapter)
     _mark_fixed(turn)
     return Done(
         outputs={"adapter": adapter.name, "digest": adapter.digest, "probe": report.model_dump()},
-        metrics={**origin.metrics, **metrics, "probe_moved": report.moved},
+        metrics={**lineage.metrics, **metrics, "probe_moved": report.moved},
     )
 
 

@@ -5,10 +5,12 @@ from typing import Any
 from flywheel.lessons.compiler import compile_lessons
 from flywheel.lessons.mining import Mined, mine
 from flywheel.records import AdapterStatus, StageName
-from flywheel.release.adapters import AdapterStore
-from flywheel.release.aliases import serving
+from flywheel.release.adapters import AdapterStore, policy_of
+from flywheel.release.aliases import PRODUCTION, ReleaseStore
 from flywheel.release.hot_load import unload
 from flywheel.stages.turn import Answer, Done, Turn
+from flywheel.store import Connection
+from runtime.run import Policy
 
 
 def mine_runs(turn: Turn) -> Answer:
@@ -16,11 +18,19 @@ def mine_runs(turn: Turn) -> Answer:
     _unload_old_candidates(turn)
     with turn.transaction() as connection:
         mined = mine(connection, turn.cycle)
-        incumbent = serving(connection, turn.tenant_id, turn.cycle.domain) or turn.wheel.base
+        incumbent = _serving(turn, connection)
     return Done(
         outputs={"mined": mined.model_dump(mode="json"), "incumbent": incumbent.model_dump()},
         metrics={"candidates": len(mined.candidates), **mined.counts},
     )
+
+
+def _serving(turn: Turn, connection: Connection) -> Policy:
+    """What production resolves to now."""
+    name = ReleaseStore(connection).current(turn.tenant_id, turn.cycle.domain, PRODUCTION)
+    if name is None or name == turn.wheel.base.id:
+        return turn.wheel.base
+    return policy_of(AdapterStore(connection).get(turn.tenant_id, name))
 
 
 def _unload_old_candidates(turn: Turn) -> None:

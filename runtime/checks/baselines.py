@@ -80,12 +80,16 @@ def _message(task: Task) -> str:
     return max(texts, key=len, default="")
 
 
-def no_lookup(source: Latent, tasks: Sequence[Task]) -> float:
-    """Share right of the best answer for each observable situation."""
+def no_lookup(
+    source: Latent, tasks: Sequence[Task], *, counted_on: Sequence[Task] | None = None
+) -> float:
+    """Share right of the best answer for each observable situation: the most frequent one in
+    `counted_on`, or in the tasks themselves; wrong where the situation does not occur there."""
     situations: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for task in tasks:
+    for task in tasks if counted_on is None else counted_on:
         situations[source.observable(task)][_label(task, source.decisive)] += 1
-    right = sum(labels.most_common(1)[0][1] for labels in situations.values())
+    best = {situation: labels.most_common(1)[0][0] for situation, labels in situations.items()}
+    right = sum(best.get(source.observable(t)) == _label(t, source.decisive) for t in tasks)
     return right / len(tasks)
 
 

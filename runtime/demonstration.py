@@ -42,7 +42,10 @@ class Expert:
     async def models(self) -> list[str]:
         return [EXPERT.id]
 
-    async def load_adapter(self, name: str, path: str) -> None:
+    async def exact(self) -> bool:
+        return False
+
+    async def load_adapter(self, name: str, path: str, *, pinned: bool = False) -> None:
         raise EngineRefused("a demonstration has no adapters")
 
     async def unload_adapter(self, name: str) -> None:
@@ -59,11 +62,20 @@ async def play(
     domain: Domain, task: Task, turns: Sequence[Sequence[ToolCall]], workplace: Workplace
 ) -> Executed:
     """One attempt by the expert, stored nowhere."""
+    executed, _ = await play_recorded(domain, task, turns, workplace)
+    return executed
+
+
+async def play_recorded(
+    domain: Domain, task: Task, turns: Sequence[Sequence[ToolCall]], workplace: Workplace
+) -> tuple[Executed, MemoryRecorder]:
+    """The same, with what the attempt left: its events, and its turns as tokens."""
     attempt = Attempt(
         run_id=RunId(f"demonstration_{task.id}"),
         task=task,
         policy=EXPERT,
         sampling=Sampling(temperature=0),
     )
+    recorder = MemoryRecorder()
     executor = RunExecutor(workplace, Expert(turns, workplace.template))
-    return await executor.execute(attempt, domain, MemoryRecorder())
+    return await executor.execute(attempt, domain, recorder), recorder

@@ -13,12 +13,14 @@ import hashlib
 import importlib
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from types import ModuleType
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 from runtime.checks.protocol import CheckDeclaration
 from runtime.checks.schema import violations
@@ -64,6 +66,16 @@ class TaskSource(Protocol):
 
     def demonstrate(self, task: Task, expectation: dict[str, Json]) -> list[list[ToolCall]]:
         """The turns (tool calls per turn) by which an expert reaches the expectation."""
+        ...
+
+
+@runtime_checkable
+class ImportSource(Protocol):
+    """What `tasks.py` may provide besides: tasks made of text that people wrote elsewhere."""
+
+    def imported(self, text: str, label: str, *, seed: int) -> Task:
+        """The task of one text whose right answer follows from its label; equal arguments give
+        equal tasks. Raises InputError for a label it does not know, naming those it does."""
         ...
 
 
@@ -227,11 +239,24 @@ def _task_source(folder: Path, digest: str) -> tuple[TaskSource | None, list[Pro
         del sys.modules[package]
         what = f"cannot be imported: {type(error).__name__}: {error}"
         return None, [Problem(file, _line_of(error, folder / TASKS_NAME), what)]
-    missing = [n for n in ("generate", "demonstrate") if not callable(getattr(module, n, None))]
-    if missing:
-        what = f"lacks {', '.join(missing)}; allowed: functions generate and demonstrate"
+    if what := _not_a_source(module):
         return None, [Problem(file, 1, what)]
     return cast(TaskSource, module), []
+
+
+def _not_a_source(module: ModuleType) -> str | None:
+    """What `tasks.py` lacks, or has in a shape that nobody can call."""
+    missing = [n for n in ("generate", "demonstrate") if not callable(getattr(module, n, None))]
+    if missing:
+        return f"lacks {', '.join(missing)}; allowed: functions generate and demonstrate"
+    imported = getattr(module, "imported", None)
+    if imported is None:
+        return None
+    try:
+        inspect.signature(imported).bind("text", "label", seed=0)
+    except (TypeError, ValueError):
+        return "imported cannot be called; allowed: imported(text, label, *, seed)"
+    return None
 
 
 def _line_of(error: BaseException, path: Path) -> int:

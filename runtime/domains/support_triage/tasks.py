@@ -5,14 +5,21 @@ it. The plan sets the priority, a closed account turns sales away, a letter hide
 message alone rarely decides, which `observable` and `decided_by` make measurable. A task is a
 function of (split, level, seed, number), and its id says which.
 
-`gold` is the written rules as a function; `ruled` is the same for mail from elsewhere.
+`gold` is the written rules as a function; `ruled` is the same for mail from elsewhere, of which
+`imported` makes tasks: the queue is known, the customer is drawn, the rules give the rest.
 """
 
+import hashlib
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
+import yaml
+
+from runtime.checks.document import Condition
 from runtime.errors import InputError
 from runtime.run import Json, Task, ToolCall
 
@@ -29,6 +36,8 @@ CLOSED_SHARE = 0.2
 CLOSED_SHARE_SALES = 0.5
 FRAUD_WEIGHT = 1.2
 SALES_WEIGHT = 1.6
+HIGH = {"field": "answer.priority", "value": "high"}
+"""Parameters of the checks that demand high priority."""
 
 decisive = ("queue", "priority")
 """Fields of the answer that make it right or wrong; the reason is free text."""
@@ -169,8 +178,7 @@ def _task(split: str, level: str, seed: int, number: int) -> Task:
         core = pointer(split, level, name, dice)
         given["attachment"] = name
     given["message"] = message(split, family, level, core, dice)
-    record = {"name": dice.choice(SLOTS["person"]), "status": draw.status, "plan": draw.plan}
-    desk = {"customers": {customer: record}, "ticket": {"customer_id": customer}}
+    desk = _desk(customer, dice.choice(SLOTS["person"]), draw.plan, draw.status)
     return Task(
         id=f"{split}-{level}-{seed}-{number}",
         domain=DOMAIN,
@@ -183,6 +191,56 @@ def _task(split: str, level: str, seed: int, number: int) -> Task:
         level=level,
         family=family,
     )
+
+
+def _desk(customer: str, name: str, plan: str, status: str) -> dict[str, Json]:
+    """The support desk as a task fixes it: who wrote, and what they have."""
+    record = {"name": name, "status": status, "plan": plan}
+    return {"customers": {customer: record}, "ticket": {"customer_id": customer}}
+
+
+# ---------------------------------------------------------------- mail from elsewhere
+
+
+def imported(text: str, label: str, *, seed: int) -> Task:
+    """A task of a real message whose queue people know. Its customer depends on seed and message
+    alone, so that importing a file again, in any order, makes the same tasks.
+
+    Raises InputError for a label that is no queue.
+    """
+    queues = sorted({topic.queue for topic in TOPICS.values()})
+    if label not in queues:
+        raise InputError(f"unknown queue {label!r}; queues: {', '.join(queues)}")
+    dice = random.Random(f"{DOMAIN}/imported/{seed}/{text}")
+    customer = f"C{dice.randrange(200, 1000)}"
+    plan = dice.choice(list(PLANS))
+    closed = CLOSED_SHARE_SALES if label == "sales" else CLOSED_SHARE
+    status = "closed" if dice.random() < closed else "active"
+    name = dice.choice(SLOTS["person"])
+    reason = "needs a person" if label == "human" else f"{label} question"
+    return Task(
+        id=f"imported-{seed}-{hashlib.sha256(text.encode()).hexdigest()[:16]}",
+        domain=DOMAIN,
+        input={"customer_id": customer, "message": text},
+        seed=seed,
+        connectors={"support_desk": _desk(customer, name, plan, status)},
+        expectation=ruled(label, reason, plan=plan, status=status, urgent=_speaks_of_fraud(text)),
+    )
+
+
+@cache
+def _fraud_rules() -> tuple[Condition, ...]:
+    """When a message itself demands high priority, as domain.yaml says."""
+    declared = yaml.safe_load((Path(__file__).parent / "domain.yaml").read_text("utf-8"))
+    return tuple(
+        Condition.model_validate(check["when"])
+        for check in declared["checks"]
+        if check.get("parameters") == HIGH and check["when"]["field"] == "input.message"
+    )
+
+
+def _speaks_of_fraud(text: str) -> bool:
+    return any(rule.holds({"input": {"message": text}}) for rule in _fraud_rules())
 
 
 # ---------------------------------------------------------------- demonstrating

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from runtime.engine.protocol import Completion, CompletionRequest
 from runtime.engine.templates import CHATML, ChatTemplate
 from runtime.engine.tool_calls import format_call
-from runtime.errors import ContextOverflow, EngineRefused
+from runtime.errors import ContextOverflow, EngineRefused, PolicyNotLoaded
 from runtime.run import ToolCall
 
 Script = Sequence[str] | Callable[[CompletionRequest], str]
@@ -77,7 +77,8 @@ class ScriptedEngine:
 
     def _check(self, request: CompletionRequest) -> None:
         if not self._any_policy and request.policy not in self._policies:
-            raise EngineRefused(f"no model {request.policy!r}; served: {', '.join(self._policies)}")
+            served = ", ".join(self._policies)
+            raise PolicyNotLoaded(f"no model {request.policy!r}; served: {served}")
         asked = len(request.prompt_ids) + request.max_tokens
         if asked > self._context:
             raise ContextOverflow(f"{asked} tokens exceed the window of {self._context}")
@@ -100,7 +101,10 @@ class ScriptedEngine:
     async def models(self) -> list[str]:
         return list(self._policies)
 
-    async def load_adapter(self, name: str, path: str) -> None:
+    async def exact(self) -> bool:
+        return False
+
+    async def load_adapter(self, name: str, path: str, *, pinned: bool = False) -> None:
         """`path` is not read: a script needs no weights."""
         if name in self._policies:
             raise EngineRefused(f"{name!r} is already served")

@@ -140,11 +140,12 @@ def _sampling(default: Sampling, wanted: SamplingOptions) -> Sampling:
 # ---------------------------------------------------------------- policy
 
 
-class _Aliased(Statements):
-    async def policy(self, caller: Caller, policy_id: str) -> Policy | None:
-        row = await self._one(
-            "find_aliased_policy", tenant_id=caller.tenant_id, policy_id=policy_id
-        )
+class _Policies(Statements):
+    async def find(self, caller: Caller, policy_id: str) -> Policy | None:
+        """A registered policy, or one that an alias serves though nobody registered it."""
+        keys = {"tenant_id": caller.tenant_id, "policy_id": policy_id}
+        row = await self._one("find_policy", **keys)
+        row = row or await self._one("find_aliased_policy", **keys)
         return None if row is None else Policy.model_validate(row["policy"])
 
 
@@ -168,7 +169,7 @@ async def _policy_by_id(
 ) -> Policy:
     if base.id == PolicyId(policy_id):
         return base
-    policy = await _Aliased(connection).policy(caller, policy_id)
+    policy = await _Policies(connection).find(caller, policy_id)
     if policy is None:
         message = f"there is no policy {policy_id!r}; the base model is {base.id!r}"
         raise InputError(message, errors=[{"field": "policy", "message": message}])

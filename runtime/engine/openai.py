@@ -26,10 +26,20 @@ from runtime.errors import (
     EngineGarbage,
     EngineRefused,
     EngineUnavailable,
+    PolicyNotLoaded,
 )
 from runtime.run import PolicyId
 
-_OVERFLOW_WORDS = ("maximum context length", "context_length_exceeded", "max_model_len")
+_OVERFLOW_WORDS = (
+    "maximum context length",
+    "context_length_exceeded",
+    "max_model_len",
+    "max_tokens must be at least 1, got 0",  # vLLM, of a prompt that leaves no room for a reply
+)
+_CANNOT_LOAD = "Call to add_lora method failed"
+"""vLLM, with status 500, of an adapter whose files it cannot read; it serves the others on."""
+_NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Sent because vLLM else takes these from the model's own generation_config.json."""
 _LOGPROB_SLACK = 1e-3
 """How far above 0 rounding may put a logprob."""
 
@@ -40,11 +50,24 @@ class Retries:
     first_pause: float = 0.25
     """Seconds; doubles with every attempt, drawn between half and all of it."""
     longest_pause: float = 8.0
+    not_loaded_seconds: float = 30.0
+    """How long to wait for a policy that the engine does not serve: after a restart it answers
+    before its adapters are loaded again."""
+    not_loaded_pause: float = 1.0
+    """Longest pause while waiting for one."""
 
     def pause(self, attempt: int, asked: float | None) -> float:
         """Seconds before the next attempt: never sooner than the engine asked for."""
-        pause = min(self.longest_pause, self.first_pause * 2**attempt)
+        pause = min(self.longest_pause, self.first_pause * 2 ** min(attempt, 30))
         return max(asked or 0.0, pause * random.uniform(0.5, 1.0))
+
+    def after(self, error: EngineUnavailable, attempt: int, seconds: float) -> float | None:
+        """The pause after `attempt` (from 0) failed, `seconds` after the first; None: give up."""
+        if isinstance(error, PolicyNotLoaded):
+            pause = min(self.not_loaded_pause, self.pause(attempt, None))
+            return pause if seconds + pause < self.not_loaded_seconds else None
+        asked = error.detail.get("retry_after")
+        return self.pause(attempt, asked) if attempt + 1 < self.attempts else None
 
 
 class OpenAIEngine:
@@ -86,8 +109,9 @@ class OpenAIEngine:
     async def complete(self, request: CompletionRequest) -> Completion:
         """Sample one reply.
 
-        Raises EngineUnavailable where retries or `request.timeout` run out, EngineRefused,
-        ContextOverflow, or EngineGarbage for an answer that is no completion of this request.
+        Raises EngineUnavailable where retries or `request.timeout` run out (PolicyNotLoaded where
+        the policy was not served all the while), EngineRefused, ContextOverflow, or EngineGarbage
+        for an answer that is no completion of this request.
         """
         started = time.monotonic()
         body = await self._within(
@@ -99,9 +123,16 @@ class OpenAIEngine:
     # ------------------------------------------------------------ adapters and health
 
     async def models(self) -> list[str]:
+        return [model.id for model in await self._models()]
+
+    async def exact(self) -> bool:
+        """True of the embedded engine, which says who owns its models."""
+        return all(model.owned_by == "noria" for model in await self._models())
+
+    async def _models(self) -> "list[_Model]":
         body = await self._within(self._admin_timeout, lambda: self._call("GET", "/models"))
         try:
-            return [model.id for model in _Models.model_validate_json(body).data]
+            return _Models.model_validate_json(body).data
         except ValidationError as error:
             raise EngineGarbage(f"{self._base}/models: not a list of models: {error}") from error
 
@@ -139,12 +170,16 @@ class OpenAIEngine:
         self, method: str, path: str, body: Mapping[str, Any] | None = None, most: int = 1 << 20
     ) -> bytes:
         """`_send`, again while that may help. The caller sets the deadline."""
-        for attempt in range(self._retries.attempts - 1):
+        started, attempt = time.monotonic(), 0
+        while True:
             try:
                 return await self._send(method, path, body, most)
             except EngineUnavailable as error:
-                await asyncio.sleep(self._retries.pause(attempt, error.detail.get("retry_after")))
-        return await self._send(method, path, body, most)
+                pause = self._retries.after(error, attempt, time.monotonic() - started)
+                if pause is None:
+                    raise
+                await asyncio.sleep(pause)
+            attempt += 1
 
     async def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None, most: int
@@ -159,7 +194,7 @@ class OpenAIEngine:
         except httpx.DecodingError as error:
             raise EngineGarbage(f"{url}: the reply cannot be decoded: {error}") from error
         if response.status_code != 200:
-            raise _refusal(url, response, content)
+            raise _refusal(url, response, content, asked=(body or {}).get("model"))
         return content
 
 
@@ -172,13 +207,22 @@ async def _read(response: httpx.Response, most: int) -> bytes:
     return bytes(content)
 
 
-def _refusal(url: httpx.URL | str, response: httpx.Response, content: bytes) -> EngineError:
-    """The error that a status stands for, in the engine's own words."""
+def _refusal(
+    url: httpx.URL | str, response: httpx.Response, content: bytes, asked: str | None
+) -> EngineError:
+    """The error that a status stands for, in the engine's own words.
+
+    A 404 whose words name the model asked for is about the model, any other about the route.
+    """
     status = response.status_code
     words = content[:500].decode("utf-8", "replace").strip()
     message = f"{url}: HTTP {status}: {words or 'no explanation'}"
+    if _CANNOT_LOAD in words:
+        return EngineRefused(message, status=status)
     if status == 429 or status >= 500:
         return EngineUnavailable(message, status=status, retry_after=_retry_after(response))
+    if status == 404 and asked is not None and asked in words:
+        return PolicyNotLoaded(message, status=status, policy=asked)
     if status == 400 and any(word in words for word in _OVERFLOW_WORDS):
         return ContextOverflow(message, status=status)
     return EngineRefused(message, status=status)
@@ -200,6 +244,7 @@ def _body(request: CompletionRequest) -> dict[str, Any]:
         "max_tokens": request.max_tokens,
         "temperature": request.temperature,
         "top_p": request.top_p,
+        **_NEUTRAL,
         "logprobs": 0,
         "return_token_ids": True,
         "stop_token_ids": list(request.stop_token_ids),
@@ -239,6 +284,7 @@ class _Reply(BaseModel):
 
 class _Model(BaseModel):
     id: str
+    owned_by: str = ""
 
 
 class _Models(BaseModel):

@@ -42,18 +42,26 @@ class Completion:
 
 class Engine(Protocol):
     async def complete(self, request: CompletionRequest) -> Completion:
-        """Raises EngineUnavailable, EngineRefused, EngineGarbage or ContextOverflow."""
+        """Raises EngineUnavailable (PolicyNotLoaded where it does not serve the policy now),
+        EngineRefused, EngineGarbage or ContextOverflow."""
         ...
 
     async def models(self) -> list[str]:
         """Names served now: the base and the resident adapters."""
         ...
 
-    async def load_adapter(self, name: str, path: str) -> None:
-        """Serve an adapter under an immutable name. Raises EngineRefused in the engine's words."""
+    async def load_adapter(self, name: str, path: str, *, pinned: bool = False) -> None:
+        """Serve an adapter under an immutable name. Raises EngineRefused in the engine's words.
+
+        A `pinned` one does not make room for others by itself; engines without limit ignore it.
+        """
         ...
 
     async def unload_adapter(self, name: str) -> None: ...
+
+    async def exact(self) -> bool:
+        """Whether it computes what an fp32 trainer computes, to the last few digits."""
+        ...
 
     async def healthy(self) -> bool: ...
 

@@ -53,10 +53,12 @@ SELECT path, content FROM runtime.run_files
 WHERE tenant_id = %(tenant_id)s AND run_id = %(run_id)s ORDER BY path;
 
 -- name: claim_runs
--- The most urgent queued runs nobody else is claiming; the fence rises with every claim.
+-- The most urgent queued runs nobody else is claiming; the fence rises with every claim. Held kinds
+-- are read once and filter the walk along the index: they stay queued until their hold is over.
 WITH claimable AS (
     SELECT tenant_id, id FROM runtime.runs
     WHERE state = 'queued'
+      AND kind <> ALL (ARRAY(SELECT unnest(kinds) FROM runtime.holds WHERE until > now()))
     ORDER BY priority, created_at, id
     LIMIT %(limit)s
     FOR UPDATE SKIP LOCKED
@@ -176,6 +178,11 @@ SELECT state, count(*) AS runs FROM runtime.runs GROUP BY state;
 -- name: get_alias
 SELECT policy FROM runtime.aliases
 WHERE tenant_id = %(tenant_id)s AND domain = %(domain)s AND alias = %(alias)s;
+
+-- name: find_policy
+-- A registered policy by its id.
+SELECT policy FROM runtime.policies
+WHERE tenant_id = %(tenant_id)s AND id = %(policy_id)s;
 
 -- name: find_aliased_policy
 -- A policy by its id, from whichever alias of the tenant serves it.

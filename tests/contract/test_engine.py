@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from runtime.engine.openai import OpenAIEngine
+from runtime.engine.openai import OpenAIEngine, Retries
 from runtime.engine.protocol import CompletionRequest, Engine
 from runtime.engine.templates import ChatTemplate
-from runtime.errors import ContextOverflow, EngineRefused
+from runtime.errors import ContextOverflow, EngineRefused, PolicyNotLoaded
 from runtime.run import PolicyId, ToolCall
 from runtime.testing import ScriptedEngine, byte_template
+from tests.fixtures.vllm import BLOCK
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Subject:
     engine: Engine
     template: ChatTemplate
     base: PolicyId
+    block: int = 1
+    """Prefixes are reused in multiples of so many tokens."""
 
     def request(self, text: str = "Say something.", tokens: int = 8) -> CompletionRequest:
         prompt = self.template.opening("Be brief.", [], [("user", text)])
@@ -33,7 +36,14 @@ class Subject:
         )
 
 
-@pytest_asyncio.fixture(params=["scripted", pytest.param("local", marks=pytest.mark.model)])
+@pytest_asyncio.fixture(
+    params=[
+        "scripted",
+        pytest.param("local", marks=pytest.mark.model),
+        # The first test may have to install vLLM.
+        pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(1800)]),
+    ]
+)
 async def subject(request: pytest.FixtureRequest) -> AsyncGenerator[Subject]:
     if request.param == "scripted":
         template = byte_template()
@@ -43,8 +53,10 @@ async def subject(request: pytest.FixtureRequest) -> AsyncGenerator[Subject]:
         yield Subject(engine, template, PolicyId("base"))
     else:
         folder: Path = request.getfixturevalue("model_dir")
-        async with OpenAIEngine(request.getfixturevalue("engine_url")) as engine:
-            yield Subject(engine, ChatTemplate.from_folder(folder), PolicyId(folder.name))
+        name, block = {"local": ("engine_url", 1), "vllm": ("vllm_url", BLOCK)}[request.param]
+        impatient = Retries(not_loaded_seconds=0.1)
+        async with OpenAIEngine(request.getfixturevalue(name), retries=impatient) as engine:
+            yield Subject(engine, ChatTemplate.from_folder(folder), PolicyId(folder.name), block)
 
 
 async def test_a_completion_is_ids_with_logprobs(subject: Subject) -> None:
@@ -72,12 +84,13 @@ async def test_a_seed_reproduces(subject: Subject) -> None:
 
 
 async def test_a_growing_conversation_is_cached(subject: Subject) -> None:
-    request = subject.request("What grows?")
+    request = subject.request("What grows? " * 20)
     reply = await subject.engine.complete(request)
     after = subject.template.after_reply(reply.sampled, [("look", "it does")])
     longer = replace(request, prompt_ids=[*request.prompt_ids, *reply.sampled, *after])
     second = await subject.engine.complete(longer)
-    assert len(request.prompt_ids) <= second.cached_tokens < len(longer.prompt_ids)
+    whole_blocks = len(request.prompt_ids) // subject.block * subject.block
+    assert 0 < whole_blocks <= second.cached_tokens < len(longer.prompt_ids)
 
 
 async def test_many_at_once(subject: Subject) -> None:
@@ -91,8 +104,8 @@ async def test_too_long_a_prompt_overflows(subject: Subject) -> None:
         await subject.engine.complete(replace(subject.request(), prompt_ids=[5] * 9000))
 
 
-async def test_an_unknown_policy_is_refused(subject: Subject) -> None:
-    with pytest.raises(EngineRefused, match="nobody"):
+async def test_an_unknown_policy_is_not_loaded(subject: Subject) -> None:
+    with pytest.raises(PolicyNotLoaded, match="nobody"):
         await subject.engine.complete(replace(subject.request(), policy=PolicyId("nobody")))
 
 
@@ -143,5 +156,5 @@ async def test_a_fake_adapter_is_served_until_unloaded() -> None:
     assert await engine.models() == ["base", "lora"]
     await engine.complete(replace(ask(), policy=PolicyId("lora")))
     await engine.unload_adapter("lora")
-    with pytest.raises(EngineRefused):
+    with pytest.raises(PolicyNotLoaded):
         await engine.complete(replace(ask(), policy=PolicyId("lora")))

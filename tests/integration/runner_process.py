@@ -55,7 +55,10 @@ class ScriptByTurn:
     async def models(self) -> list[str]:
         return ["scripted"]
 
-    async def load_adapter(self, name: str, path: str) -> None:
+    async def exact(self) -> bool:
+        return False
+
+    async def load_adapter(self, name: str, path: str, *, pinned: bool = False) -> None:
         raise AssertionError("no adapter is loaded here")
 
     async def unload_adapter(self, name: str) -> None:

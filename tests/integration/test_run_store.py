@@ -27,7 +27,7 @@ from runtime.run import (
     Usage,
 )
 from runtime.run_queue import MAX_ATTEMPTS, RunQueue
-from runtime.run_store import Admission, Lease, Outcome, RunStore, request_hash
+from runtime.run_store import QUERIES, Admission, Lease, Outcome, RunStore, request_hash
 
 TENANT = TenantId("default")
 
@@ -203,6 +203,20 @@ async def test_a_queued_run_is_cancelled_at_once_and_an_ended_one_never(database
             await RunQueue(connection).cancel(TENANT, RunId("run_none"))
 
 
+async def test_held_kinds_are_not_claimed(database: Database) -> None:
+    rollout = await admit(database, kind=RunKind.ROLLOUT)
+    production = await admit(database)
+    async with database.transaction() as connection:
+        await connection.execute(
+            "INSERT INTO runtime.holds VALUES ('h', '{rollout,shadow}', 'training', "
+            "now() + interval '1 minute'), ('old', '{production}', 'over', now())"
+        )
+    assert [lease.run_id for lease in await claim(database, limit=9)] == [production]
+    async with database.transaction() as connection:
+        await connection.execute("UPDATE runtime.holds SET until = now()")
+    assert [lease.run_id for lease in await claim(database, limit=9)] == [rollout]
+
+
 async def test_model_calls_come_back_token_exact(database: Database) -> None:
     run_id = await admit(database)
     (lease,) = await claim(database)
@@ -261,8 +275,8 @@ async def test_the_claim_uses_its_index(database: Database) -> None:
     async with database.transaction() as connection:
         await connection.execute("SET LOCAL enable_seqscan = off")
         cursor = await connection.execute(
-            "EXPLAIN SELECT id FROM runtime.runs WHERE state = 'queued' "
-            "ORDER BY priority, created_at, id LIMIT 1 FOR UPDATE SKIP LOCKED"
+            f"EXPLAIN {QUERIES['claim_runs']}".encode(),
+            {"limit": 1, "owner": "r1", "lease_seconds": 30},
         )
         plan = "\n".join(row["QUERY PLAN"] for row in await cursor.fetchall())
     assert "runs_to_claim" in plan

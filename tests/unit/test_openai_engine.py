@@ -18,6 +18,7 @@ from runtime.errors import (
     EngineGarbage,
     EngineRefused,
     EngineUnavailable,
+    PolicyNotLoaded,
 )
 from runtime.run import PolicyId
 
@@ -123,6 +124,9 @@ async def test_ids_go_in_and_come_out() -> None:
         "max_tokens": 4,
         "temperature": 1.0,
         "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
         "logprobs": 0,
         "return_token_ids": True,
         "stop_token_ids": [],
@@ -187,6 +191,11 @@ async def test_an_absent_engine_is_unavailable() -> None:
         ("404 Not Found", {"error": {"message": "no model"}}, EngineRefused),
         ("401 Unauthorized", {}, EngineRefused),
         ("400 Bad Request", {"message": "the maximum context length is 8192"}, ContextOverflow),
+        (
+            "400 Bad Request",
+            {"error": {"message": "max_tokens must be at least 1, got 0. (parameter=max_tokens)"}},
+            ContextOverflow,
+        ),
     ],
 )
 async def test_a_refusal_is_not_repeated(
@@ -196,6 +205,38 @@ async def test_a_refusal_is_not_repeated(
         with pytest.raises(error, match=status[:3]):
             await engine.complete(REQUEST)
     assert len(server.requests) == 1
+
+
+NOT_LOADED = raw({"error": {"message": "The model `base` does not exist."}}, "404 Not Found")
+
+
+async def test_a_policy_that_is_not_loaded_is_waited_for() -> None:
+    many = [NOT_LOADED] * (QUICK.attempts + 3)
+    async with serving(*many, raw(reply())) as (engine, server):
+        assert (await engine.complete(REQUEST)).sampled == [7, 8]
+    assert len(server.requests) == len(many) + 1
+
+
+async def test_a_policy_that_stays_absent_is_named_as_such() -> None:
+    soon = Retries(first_pause=0.001, not_loaded_seconds=0.05)
+    async with serving(NOT_LOADED, retries=soon) as (engine, _):
+        with pytest.raises(PolicyNotLoaded, match="does not exist") as caught:
+            await engine.complete(REQUEST)
+    assert caught.value.detail == {"status": 404, "policy": "base"}
+
+
+def test_waiting_for_a_policy_is_bounded() -> None:
+    rule = Retries(not_loaded_seconds=10, not_loaded_pause=1)
+    absent = PolicyNotLoaded("absent")
+    assert 0.5 <= (rule.after(absent, 1_000, 5.0) or 0) <= 1
+    assert rule.after(absent, 3, 9.9) is None
+    assert rule.after(EngineUnavailable("busy"), rule.attempts - 1, 0.0) is None
+
+
+async def test_our_engine_says_that_it_is_exact() -> None:
+    ours, theirs = ({"data": [{"id": "a", "owned_by": who}]} for who in ("noria", "vllm"))
+    async with serving(raw(ours), raw(theirs), raw({"data": [{"id": "a"}]})) as (engine, _):
+        assert [await engine.exact() for _ in range(3)] == [True, False, False]
 
 
 def nan_reply() -> bytes:
@@ -254,6 +295,14 @@ async def test_adapters_are_loaded_once_and_refused_in_the_engines_words() -> No
         ("POST /v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/adapters/a"}),
         ("POST /v1/unload_lora_adapter", {"lora_name": "a"}),
     ]
+
+
+async def test_an_adapter_that_vllm_cannot_load_is_refused_though_it_says_500() -> None:
+    words = {"error": {"message": "Call to add_lora method failed: Worker failed", "code": 500}}
+    async with serving(raw(words, "500 Internal Server Error")) as (engine, server):
+        with pytest.raises(EngineRefused, match="add_lora method failed"):
+            await engine.load_adapter("a", "/adapters/a")
+    assert len(server.requests) == 1
 
 
 async def test_models_must_be_a_list() -> None:

@@ -5,21 +5,16 @@ by accident; an arm without reuse gets a prefix store of no bytes. Every row car
 both arms. A four-turn run is judged by tokens computed, which no load on the machine can change.
 """
 
-import os
-import platform
 import statistics
 import threading
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from rich.table import Table
-
+from runtime.benchmark import Row, report
 from runtime.engine.local.batching import EngineLimits, Scheduler
 from runtime.engine.local.generation import Generation
 from runtime.engine.local.llama import Weights
@@ -33,22 +28,6 @@ TURN_TOKENS = 32
 FOUR_TURN_TARGET = 0.4
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    id: str
-    what: str
-    value: float
-    unit: str
-    floor: float | None = None
-    """The same without what is measured here."""
-    ratio: float | None = None
-    """value / floor"""
-    target: float | None = None
-    op: str | None = None
-    holds: bool | None = None
-    peer: str | None = None
-
-
 def benchmark(model_dir: Path, *, rounds: int = 3) -> dict[str, Any]:
     """Measure; the result is the JSON of `noria engine bench --json`."""
     weights = Weights.from_folder(model_dir)
@@ -57,33 +36,7 @@ def benchmark(model_dir: Path, *, rounds: int = 3) -> dict[str, Any]:
         *(_decode(weights, batch, rounds) for batch in BATCHES),
         _four_turns(weights),
     ]
-    machine = {
-        "cpu": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "versions": {name: version(name) for name in ("torch", "tokenizers", "safetensors")},
-    }
-    return {
-        "bench": "engine",
-        "machine": machine,
-        "rounds": rounds,
-        "rows": [asdict(row) for row in rows],
-    }
-
-
-def table(result: dict[str, Any]) -> Table:
-    """The result as people read it."""
-    shown = Table("what", "value", "unit", "without", "ratio", "target", title="engine")
-    for row in result["rows"]:
-        target = "" if row["target"] is None else f"{row['op']} {row['target']:g}"
-        verdict = {None: "", True: " holds", False: " MISSED"}[row["holds"]]
-        cells = (_number(row["value"]), row["unit"], _number(row["floor"]), _number(row["ratio"]))
-        shown.add_row(row["what"], *cells, f"{target}{verdict}")
-    return shown
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+    return report("engine", rounds, rows, ("torch", "tokenizers", "safetensors"))
 
 
 # ---------------------------------------------------------------- rows

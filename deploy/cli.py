@@ -13,11 +13,17 @@ from typing import Annotated
 
 import typer
 
+from deploy.cli_adapters import adapter_commands, release_commands
+from deploy.cli_bench import bench_commands
+from deploy.cli_cycle import cycle_commands
+from deploy.cli_demo import demo_command
 from deploy.cli_domain import domain_commands
 from deploy.cli_engine import engine_commands
 from deploy.cli_keys import key_commands
 from deploy.cli_output import console, fail, print_json
 from deploy.cli_run import run_command
+from deploy.cli_tasks import task_commands
+from deploy.cli_vllm import vllm_command
 from deploy.home import CannotRun
 from runtime.settings import load_settings
 
@@ -29,9 +35,18 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(domain_commands, name="domain")
+app.add_typer(cycle_commands, name="cycle")
+app.add_typer(task_commands, name="tasks")
+app.add_typer(adapter_commands, name="adapters")
+app.add_typer(release_commands, name="release")
 app.add_typer(key_commands, name="keys")
 app.add_typer(engine_commands, name="engine")
+app.add_typer(bench_commands, name="bench")
 app.command("run")(run_command)
+app.command("demo")(demo_command)
+app.command("vllm", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    vllm_command
+)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -43,7 +58,7 @@ def up(
         list[str] | None, typer.Option(help="Start only this service (repeatable).")
     ] = None,
 ) -> None:
-    """Start everything: Postgres, broker, engine, API, runner. Ctrl-C stops it."""
+    """Start everything: Postgres, broker, engine, API, runner, worker, beat. Ctrl-C stops it."""
     from deploy.cli_up import up_detached, up_in_foreground
 
     (up_detached if detach else up_in_foreground)(load_settings(), only or [])

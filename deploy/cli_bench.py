@@ -35,3 +35,35 @@ def hotload(
     else:
         console.print(table(result))
     raise typer.Exit(0 if holds(result) else 1)
+
+
+@bench_commands.command("gate")
+def gate(
+    domain: Annotated[str, typer.Argument(help="Whose serving adapter is put to the test.")],
+    level: Annotated[str, typer.Option(help="Level of the gate's tasks.")] = "easy",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Whether the gate rejects sabotage, holds a copy, and asks for more than five tasks."""
+    from deploy.attach import running
+    from deploy.bench_gate import gate as measure
+    from deploy.cli_client import api_key
+    from deploy.composition import build_wheel
+    from deploy.embedded import postgres_url
+    from deploy.home import Home
+    from flywheel.client import WheelClient
+    from runtime.benchmark import holds, table
+
+    settings = load_settings()
+    with running(settings) as record:
+        database = settings.database_url or postgres_url(Home.of(settings))
+        here = settings.model_copy(
+            update={"database_url": database, "engine_url": record.engine_url}
+        )
+        assert record.api_url is not None
+        with build_wheel(here) as wheel, WheelClient(record.api_url, api_key(here)) as client:
+            result = measure(wheel, client, domain, level=level)
+    if as_json:
+        print_json(result)
+    else:
+        console.print(table(result))
+    raise typer.Exit(0 if holds(result) else 1)

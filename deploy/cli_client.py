@@ -5,14 +5,17 @@ for the duration of the command; and the names and ids that the shell completes.
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from deploy.home import CannotRun
 from deploy.up_record import UpRecord, read_up
 from runtime.settings import CLONE, Settings, load_settings
 
 if TYPE_CHECKING:
+    from flywheel.client import WheelClient
     from runtime.client import NoriaClient
+
+    Client = TypeVar("Client", bound=NoriaClient)
 
 
 @contextmanager
@@ -21,12 +24,29 @@ def client(*, start: bool = True) -> "Generator[NoriaClient]":
 
     What the API refuses within the block is raised as CannotRun, in the API's words.
     """
-    from runtime.client import ApiProblem, NoriaClient
+    from runtime.client import NoriaClient
+
+    with _opened(NoriaClient, start=start) as opened:
+        yield opened
+
+
+@contextmanager
+def wheel_client(*, start: bool = True) -> "Generator[WheelClient]":
+    """A client of the API with the wheel's routes; as `client`."""
+    from flywheel.client import WheelClient
+
+    with _opened(WheelClient, start=start) as opened:
+        yield opened
+
+
+@contextmanager
+def _opened(kind: "type[Client]", *, start: bool) -> "Generator[Client]":
+    from runtime.client import ApiProblem
 
     settings = load_settings()
     with _api_url(settings, start=start) as url:
         try:
-            with NoriaClient(url, api_key(settings)) as opened:
+            with kind(url, api_key(settings)) as opened:
                 yield opened
         except ApiProblem as error:
             raise CannotRun(str(error)) from error
@@ -89,6 +109,24 @@ def complete_domain(incomplete: str) -> list[str]:
     folders = [CLONE / "runtime" / "domains", load_settings().domains]
     names = {path.parent.name for each in folders if each for path in each.glob("*/domain.yaml")}
     return sorted(name for name in names if name.startswith(incomplete))
+
+
+def complete_cycle(incomplete: str) -> list[str]:
+    try:
+        with wheel_client(start=False) as opened:
+            ids = ["latest", *(cycle.id for cycle in opened.cycles())]
+    except (Exception, SystemExit):  # a completion that cannot be made is no completion
+        return []
+    return [cycle_id for cycle_id in ids if cycle_id.startswith(incomplete)]
+
+
+def complete_adapter(incomplete: str) -> list[str]:
+    try:
+        with wheel_client(start=False) as opened:
+            names = [adapter.name for adapter in opened.adapters()]
+    except (Exception, SystemExit):  # likewise
+        return []
+    return [name for name in names if name.startswith(incomplete)]
 
 
 def complete_key(incomplete: str) -> list[str]:

@@ -15,7 +15,8 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Prefill and decode tokens per second of the embedded engine, with and without reuse."""
-    from runtime.engine.local.bench import benchmark, table
+    from runtime.benchmark import holds, table
+    from runtime.engine.local.bench import benchmark
     from runtime.engine.weights import ensure_model
 
     settings = load_settings()
@@ -25,3 +26,4 @@ def bench(
         print_json(result)
     else:
         console.print(table(result))
+    raise typer.Exit(0 if holds(result) else 1)

@@ -9,13 +9,16 @@ settings differ.
 
 import asyncio
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-
-from fastapi import FastAPI
+from typing import TYPE_CHECKING
 
 from connectors.support_desk import SupportDeskFactory
-from runtime.api.app import ApiServices, create_app
+from flywheel.bridge import Bridge
+from flywheel.recipe import RECIPES
+from flywheel.wheel import Wheel
 from runtime.checks.certification import Certification, certify
 from runtime.database import Database, Doorbell
 from runtime.demonstration import play
@@ -31,6 +34,9 @@ from runtime.sandbox.bubblewrap import BubblewrapBackend, find_bwrap
 from runtime.sandbox.tools import sandbox_tools
 from runtime.settings import Settings
 from runtime.tools import ConnectorFactory, FinishTool
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 BUILTIN_DOMAINS = Path(__file__).parent.parent / "runtime" / "domains"
 
@@ -48,6 +54,15 @@ def build_domains(settings: Settings) -> dict[str, Domain]:
         known_tools=[*(tool.name for tool in sandbox_tools()), FinishTool.name],
         known_connectors=build_connectors(),
     )
+
+
+def find_recipes(settings: Settings, domains: Mapping[str, Domain]) -> dict[str, Path]:
+    """Domain → its recipe: `recipe.yaml` in the operator's own folder of it, else the built-in."""
+    found = {name: RECIPES / f"{name}.yaml" for name in domains}
+    if settings.domains is not None:
+        own = {path.parent.name: path for path in settings.domains.glob("*/recipe.yaml")}
+        found |= {name: path for name, path in own.items() if name in domains}
+    return {name: path for name, path in found.items() if path.is_file()}
 
 
 def model_folder(settings: Settings) -> Path:
@@ -95,6 +110,37 @@ def _required(value: str | None, variable: str) -> str:
     return value
 
 
+@contextmanager
+def build_wheel(settings: Settings) -> Generator[Wheel]:
+    """What turning the wheel needs; closed with the block. Raises StoreError, DomainError."""
+    url, domains = database_url(settings), build_domains(settings)
+    workplace, engine, model = (
+        build_workplace(settings),
+        build_engine(settings),
+        model_folder(settings),
+    )
+    with Bridge() as bridge:
+        database = Database(url)
+        bridge.call(database.__aenter__())
+        try:
+            yield Wheel(
+                url=url,
+                home=settings.home.absolute(),
+                bridge=bridge,
+                database=database,
+                engine=engine,
+                domains=domains,
+                recipes=find_recipes(settings, domains),
+                workplace=workplace,
+                base=base_policy(model),
+                model_dir=model,
+            )
+        finally:
+            bridge.call(database.__aexit__(None, None, None))
+            bridge.call(workplace.backend.close())
+            bridge.call(engine.close())
+
+
 async def certify_domains(
     settings: Settings, names: Sequence[str], *, sample: int, seed: int
 ) -> list[Certification]:
@@ -124,7 +170,11 @@ async def certify_domains(
 # ---------------------------------------------------------------- processes
 
 
-def build_api(settings: Settings) -> FastAPI:
+def build_api(settings: Settings) -> "FastAPI":
+    """The app, with the wheel's routes; only this process pays for the server's imports."""
+    from flywheel.routes import wheel_extension
+    from runtime.api.app import ApiServices, create_app
+
     url = database_url(settings)
     return create_app(
         ApiServices(
@@ -133,7 +183,8 @@ def build_api(settings: Settings) -> FastAPI:
             domains=build_domains(settings),
             base_policy=base_policy(model_folder(settings)),
             engine_healthy=build_engine(settings).healthy,
-        )
+        ),
+        [wheel_extension(partial(build_wheel, settings))],
     )
 
 

@@ -22,10 +22,11 @@ from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
 from deploy.embedded import bwrap_program, postgres_program, valkey_program
-from deploy.home import CannotRun
+from deploy.home import CannotRun, Home
 from deploy.launcher import FREE_BYTES, OLDEST_GLIBC
 from deploy.supervisor import port_is_free
 from deploy.up_record import read_up
+from deploy.vllm_environment import VllmEnvironment
 from runtime.errors import NoriaError
 from runtime.settings import Settings
 
@@ -259,6 +260,21 @@ def _valkey(settings: Settings) -> Iterator[Finding]:
     yield Finding(name="valkey", level="ok", found=found)
 
 
+def _vllm(settings: Settings) -> Iterator[Finding]:
+    """Only where somebody has begun to install it: nothing needs it."""
+    for cpu in (True, False):
+        environment = VllmEnvironment.of(Home.of(settings), cpu=cpu)
+        whole = environment.whole()
+        if environment.folder.exists():
+            yield Finding(
+                name=f"vllm for {'CPUs' if cpu else 'GPUs'}",
+                level="ok" if whole else "degraded",
+                found=f"{'whole' if whole else 'half made, or of another version'} "
+                f"({environment.folder})",
+                do="" if whole else f"`./noria vllm{' --cpu' if cpu else ''}` makes it again",
+            )
+
+
 def _port(settings: Settings) -> Iterator[Finding]:
     record = read_up(settings)
     ours = record is not None and record.api_url is not None
@@ -299,6 +315,7 @@ PROBES: Sequence[Probe] = (
     _limits,
     _postgres,
     _valkey,
+    _vllm,
     _port,
     _running,
 )

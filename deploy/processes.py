@@ -5,8 +5,8 @@ inherited socket that it is ready, and serves until SIGTERM. Heavy imports happe
 points, so that a process pays for what it serves and for nothing else. Without a supervisor (under
 systemd, in a container) the notifications go nowhere and everything else is the same.
 
-Scaling past one machine: `api` and `runner` are started as often as needed, with the same URLs in
-the environment; `engine` is replaced by any OpenAI-compatible endpoint.
+Scaling past one machine: `api`, `runner` and `worker` are started as often as needed, with the same
+URLs in the environment; `engine` is replaced by any OpenAI-compatible endpoint.
 """
 
 import asyncio
@@ -140,11 +140,27 @@ def run_runner(settings: Settings) -> None:
     asyncio.run(serve(settings, on_ready=notify_ready))
 
 
+def run_worker(settings: Settings) -> None:
+    """One Celery worker on all queues, until SIGTERM."""
+    from deploy.worker import run_worker as serve
+
+    serve(settings, on_ready=notify_ready)
+
+
+def run_beat(settings: Settings) -> None:
+    """Celery's beat, until SIGTERM."""
+    from deploy.beat import run_beat as serve
+
+    serve(settings, on_ready=notify_ready)
+
+
 PROCESSES: dict[str, Callable[[Settings], None]] = {
     "migrate": run_migrate,
     "engine": run_engine,
     "api": run_api,
     "runner": run_runner,
+    "worker": run_worker,
+    "beat": run_beat,
 }
 
 

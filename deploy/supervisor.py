@@ -132,6 +132,8 @@ def services(
         python("engine"),
         python("api", "migrate"),
         python("runner", "migrate", "engine", stop_seconds=30),
+        python("worker", "migrate", "engine", "valkey", stop_seconds=30),
+        python("beat", "valkey"),
     ]
     named = {
         "postgres": settings.database_url,

@@ -19,7 +19,7 @@ from zoneinfo import ZoneInfo
 
 from flywheel.cycle_lease import CycleLease
 from flywheel.cycle_store import CycleStore
-from flywheel.recipe import Recipe
+from flywheel.recipe import Recipe, ScheduleRecipe
 from flywheel.records import (
     Cycle,
     CycleId,
@@ -110,23 +110,33 @@ def _recipe(wheel: Wheel, domain: str, options: CycleOptions) -> Recipe:
 
 
 def open_due(wheel: Wheel, now: dt.datetime) -> list[CycleId]:
-    """Open tonight's cycle for each tenant and domain whose hour has come; exactly one a date."""
+    """Open tonight's cycle for each tenant and domain whose hour has come; exactly one a date.
+
+    Who began to work after that hour waits for the next night.
+    """
     opened: list[CycleId] = []
     for domain, path in wheel.recipes.items():
         schedule = Recipe.load(path).schedule
         local = now.astimezone(ZoneInfo(schedule.timezone))
         if not schedule.enabled or local.strftime("%H:%M") < schedule.at:
             continue
-        for tenant_id in _tenants_without(wheel, domain, local.date()):
+        for tenant_id in _tenants_without(wheel, domain, _scheduled(schedule, local)):
             cycle, new = open_cycle(wheel, tenant_id, domain, trigger="nightly", date=local.date())
             opened += [cycle.id] if new else []
     return opened
 
 
-def _tenants_without(wheel: Wheel, domain: str, date: dt.date) -> list[TenantId]:
+def _scheduled(schedule: ScheduleRecipe, local: dt.datetime) -> dt.datetime:
+    """The moment of the local date at which the cycle was due."""
+    hour, minute = map(int, schedule.at.split(":"))
+    return local.replace(hour=hour, minute=minute, second=0, microsecond=0)
+
+
+def _tenants_without(wheel: Wheel, domain: str, scheduled: dt.datetime) -> list[TenantId]:
     with transaction(wheel.url) as connection:
         store = CycleStore(connection)
-        return [t for t in store.tenants(domain) if store.nightly(t, domain, date) is None]
+        worked = store.tenants(domain, before=scheduled)
+        return [t for t in worked if store.nightly(t, domain, scheduled.date()) is None]
 
 
 def stop_cycle(wheel: Wheel, tenant_id: TenantId, cycle_id: CycleId) -> Cycle:

@@ -98,9 +98,10 @@ class CycleStore(Statements):
         rows = self._all("list_stages", tenant_id=tenant_id, cycle_id=cycle_id)
         return [Stage.model_validate(row) for row in rows]
 
-    def tenants(self, domain: str) -> list[TenantId]:
-        """Tenants that ever ran something of the domain."""
-        return [TenantId(row["tenant_id"]) for row in self._all("tenants", domain=domain)]
+    def tenants(self, domain: str, *, before: dt.datetime) -> list[TenantId]:
+        """Tenants that had work of the domain done before that moment."""
+        rows = self._all("tenants", domain=domain, before=before)
+        return [TenantId(row["tenant_id"]) for row in rows]
 
     def due(self) -> list[tuple[TenantId, CycleId]]:
         rows = self._all("due_cycles")

@@ -33,6 +33,8 @@ class SftRecipe(Record):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     minimum_rows: int = Field(default=16, ge=1)
     """Fewer accepted trajectories and demonstrations than this, and the cycle refuses to train."""
+    tasks: int | None = Field(default=None, ge=1)
+    """Pool tasks demonstrated, the newest first; the others are left to practise on. None: all."""
     accepted_per_task: int = Field(default=2, ge=0)
     """Accepted trajectories of one task that may enter, beside its demonstration."""
 

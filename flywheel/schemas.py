@@ -7,7 +7,7 @@ pydantic; importing it loads no server.
 import datetime as dt
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import ConfigDict, Field, StringConstraints
 
 from flywheel.records import (
     AdapterStatus,
@@ -28,6 +28,9 @@ Reason = Annotated[str, StringConstraints(min_length=1, max_length=500)]
 class CreateCycle(Request):
     """Turn the wheel of one domain now."""
 
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"domain": "support_triage", "profile": "fast", "seed": 1}]}
+    )
     domain: Name
     profile: Name | None = None
     """A profile of the domain's recipe (`fast`)."""
@@ -83,6 +86,28 @@ class ImportedTask(Request):
 
 
 class ImportTasks(Request):
+    """Tasks with known answers, for the pool."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "domain": "support_triage",
+                    "tasks": [
+                        {
+                            "input": {"message": "my card was stolen", "customer_id": "C100"},
+                            "expectation": {
+                                "queue": "fraud",
+                                "priority": "high",
+                                "reason": "stolen card",
+                            },
+                            "row": 2,
+                        }
+                    ],
+                }
+            ]
+        }
+    )
     domain: Name
     split: Literal["practice", "gate", "report"] = "practice"
     tasks: list[ImportedTask] = Field(min_length=1, max_length=5_000)
@@ -139,6 +164,16 @@ class AdapterList(View):
 class Promote(Request):
     """Let an adapter serve an alias of its domain."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "adapter": "support_triage-20261130-0c1d2e3f4a5b",
+                    "reason": "passed review",
+                }
+            ]
+        }
+    )
     adapter: Annotated[str, StringConstraints(min_length=1, max_length=200)]
     """Its name."""
     alias: Name = "production"
@@ -148,6 +183,11 @@ class Promote(Request):
 class RollBack(Request):
     """Let the alias resolve to what it resolved to before its last change."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"domain": "support_triage", "reason": "wrong queue for card loss"}]
+        }
+    )
     domain: Name
     alias: Name = "production"
     reason: Reason

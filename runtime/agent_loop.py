@@ -178,7 +178,8 @@ def _out_of_budget(state: LoopState, budget: Budget) -> TaskTimeout | None:
             "this run may take; add engine capacity or raise limits.seconds"
         )
     if state["empty_replies"] >= budget.limits.empty_replies:
-        return TaskTimeout("no_progress", f"{state['empty_replies']} replies without a usable call")
+        replies = "a reply" if state["empty_replies"] == 1 else f"{state['empty_replies']} replies"
+        return TaskTimeout("no_progress", f"{replies} without a usable call")
     if state["repeats"] >= budget.limits.repeated_calls:
         return TaskTimeout("no_progress", f"the same call {state['repeats']} times in a row")
     return budget.exhausted()

@@ -137,7 +137,7 @@ class NoriaClient:
         does not exist.
         """
         values = {"domain": domain, "input": dict(input), "kind": kind, **options}
-        request = _checked(
+        request = checked(
             CreateRun,
             {**values, "files": dict(files or {}), "mode": "wait" if wait else "background"},
         )
@@ -149,10 +149,10 @@ class NoriaClient:
             timeout=self._timeout + (request.wait_seconds if wait else 0.0),
             repeatable=True,
         )
-        return _read(RunView, answer)
+        return read(RunView, answer)
 
     def run(self, run_id: str) -> RunView:
-        return _read(RunView, self._call("GET", f"/v1/runs/{run_id}"))
+        return read(RunView, self._call("GET", f"/v1/runs/{run_id}"))
 
     def runs(
         self,
@@ -166,17 +166,17 @@ class NoriaClient:
         wanted = {"domain": domain, "state": state, "kind": kind, "limit": page_size}
         query = {name: str(value) for name, value in wanted.items() if value is not None}
         while True:
-            page = _read(RunPage, self._call("GET", "/v1/runs", query=query))
+            page = read(RunPage, self._call("GET", "/v1/runs", query=query))
             yield from page.runs
             if page.next_cursor is None:
                 return
             query["cursor"] = page.next_cursor
 
     def trajectory(self, run_id: str) -> Trajectory:
-        return _read(Trajectory, self._call("GET", f"/v1/runs/{run_id}/trajectory"))
+        return read(Trajectory, self._call("GET", f"/v1/runs/{run_id}/trajectory"))
 
     def cancel(self, run_id: str) -> RunView:
-        return _read(RunView, self._call("POST", f"/v1/runs/{run_id}/cancel"))
+        return read(RunView, self._call("POST", f"/v1/runs/{run_id}/cancel"))
 
     def feedback(
         self,
@@ -195,8 +195,8 @@ class NoriaClient:
             "comment": comment,
         }
         said = {name: value for name, value in given.items() if value is not None}
-        body = _checked(GiveFeedback, said)
-        return _read(FeedbackTaken, self._call("POST", f"/v1/runs/{run_id}/feedback", body=body))
+        body = checked(GiveFeedback, said)
+        return read(FeedbackTaken, self._call("POST", f"/v1/runs/{run_id}/feedback", body=body))
 
     # ------------------------------------------------------------ events
 
@@ -236,10 +236,10 @@ class NoriaClient:
     # ------------------------------------------------------------ domains, keys, readiness
 
     def domains(self) -> list[DomainSummary]:
-        return _read(DomainList, self._call("GET", "/v1/domains")).domains
+        return read(DomainList, self._call("GET", "/v1/domains")).domains
 
     def domain(self, name: str) -> DomainView:
-        return _read(DomainView, self._call("GET", f"/v1/domains/{name}"))
+        return read(DomainView, self._call("GET", f"/v1/domains/{name}"))
 
     def create_key(
         self,
@@ -250,11 +250,11 @@ class NoriaClient:
     ) -> KeyCreated:
         """A new key; its secret is in this answer and nowhere else."""
         values = {"name": name, "scopes": list(scopes), "expires_at": expires_at}
-        body = _checked(CreateKey, values)
-        return _read(KeyCreated, self._call("POST", "/v1/keys", body=body))
+        body = checked(CreateKey, values)
+        return read(KeyCreated, self._call("POST", "/v1/keys", body=body))
 
     def list_keys(self) -> list[KeyView]:
-        return _read(KeyList, self._call("GET", "/v1/keys")).keys
+        return read(KeyList, self._call("GET", "/v1/keys")).keys
 
     def revoke_key(self, key_id: str) -> None:
         self._call("DELETE", f"/v1/keys/{key_id}")
@@ -322,7 +322,7 @@ def _retry_after(answer: httpx.Response) -> float | None:
     return min(float(value), LONGEST_PAUSE) if value.isdecimal() else None
 
 
-def _checked(model: type[_View], values: Mapping[str, Any]) -> _View:
+def checked(model: type[_View], values: Mapping[str, Any]) -> _View:
     """A request body, refused here with the words the server would use."""
     try:
         return model.model_validate(dict(values))
@@ -335,7 +335,7 @@ def _checked(model: type[_View], values: Mapping[str, Any]) -> _View:
         raise ApiProblem(422, "Unprocessable Content", detail, wrong) from error
 
 
-def _read(model: type[_View], answer: httpx.Response) -> _View:
+def read(model: type[_View], answer: httpx.Response) -> _View:
     try:
         return model.model_validate_json(answer.content)
     except ValidationError as error:

@@ -46,7 +46,7 @@ class Settings(BaseSettings):
     """Port of the API; 0 picks a free one."""
     domains: Path | None = None
     """Folder of the operator's own domains, beside the built-in ones."""
-    concurrency: int = Field(default=16, ge=1, le=1000)
+    concurrency: int = Field(default=32, ge=1, le=1000)
     """Runs one runner process executes at once."""
     lease_seconds: float = Field(default=15.0, gt=0)
     """How long a silent runner keeps its runs."""

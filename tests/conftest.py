@@ -3,6 +3,8 @@
 pytest_plugins = [
     "tests.fixtures.services",
     "tests.fixtures.model",
+    "tests.fixtures.tiny_base",
+    "tests.fixtures.vllm",
     "tests.fixtures.real_data",
     "tests.fixtures.sandbox",
     "tests.fixtures.stack",

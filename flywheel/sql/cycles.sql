@@ -48,7 +48,9 @@ WHERE tenant_id = %(tenant_id)s AND cycle_id = %(cycle_id)s
 ORDER BY seq;
 
 -- name: tenants
-SELECT DISTINCT tenant_id FROM runtime.runs_v1 WHERE domain = %(domain)s ORDER BY tenant_id;
+SELECT DISTINCT tenant_id FROM runtime.runs_v1
+WHERE domain = %(domain)s AND kind = 'production' AND created_at < %(before)s
+ORDER BY tenant_id;
 
 -- name: claim_cycle
 -- One worker at a time; the fence rises, so that a worker that went silent writes no more.

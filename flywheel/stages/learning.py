@@ -8,6 +8,7 @@ of GRPO that the breaker stops leaves the candidate as it was.
 import fcntl
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +65,15 @@ def train_supervised(turn: Turn) -> Answer:
         corrections=[task.source_run for task in tasks if task.source_run],
         metrics=_summary(result),
     )
-    return _candidate(turn, result, lineage, {"rows": len(rows), "demonstrations": len(tasks)})
+    done = _candidate(turn, result, lineage, {"rows": len(rows), "demonstrations": len(tasks)})
+    return replace(done, outputs={**done.outputs, "shown": [task.id for task in tasks]})
 
 
 def _demonstrated(turn: Turn) -> list[PoolTask]:
+    """The tasks that are shown; the rest is practised on without having been."""
     with turn.transaction() as connection:
         tasks = PoolStore(connection).admitted(turn.tenant_id, turn.cycle.domain, "practice")
-    return [task for task in tasks if task.demonstration]
+    return [task for task in tasks if task.demonstration][: turn.recipe.sft.tasks]
 
 
 def _demonstration_rows(task: PoolTask) -> list[TrainingRow]:

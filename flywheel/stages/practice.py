@@ -132,13 +132,21 @@ def _next_wave(turn: Turn, count: int, wave: int) -> Answer:
     with turn.transaction() as connection:
         asked = by_task(samples(connection, turn.cycle, turn.stage).get(GROUP, []))
         adapter = AdapterStore(connection).get(turn.tenant_id, str(turn.candidate))
-    silent = _silent_before(turn)
     fresh = [task for task in practice_tasks(turn) if task.id not in asked]
-    fresh.sort(key=lambda task: task.id in silent)  # stable: the random order stays
+    known, silent = _known(turn), _silent_before(turn)
+    fresh.sort(key=lambda task: (task.id in silent, task.id in known))  # random order otherwise
     policy, members = policy_of(adapter), range(turn.recipe.grpo.group_size)
     seed = turn.cycle.options.seed + turn.stage.seq
     runs = [w for t in fresh[:count] for w in wanted(t.task, policy, members, GROUP, seed)]
     return _requested(turn, runs, wave=wave)
+
+
+def _known(turn: Turn) -> set[str]:
+    """Tasks that were demonstrated, or practised in this cycle: others teach more."""
+    sft = turn.last(StageName.SFT)
+    known = set[str](sft.outputs.get("shown", [])) if sft is not None else set[str]()
+    rounds = [s for s in turn.stages if s.name is StageName.ROLLOUTS and s.seq < turn.stage.seq]
+    return known.union(*(stage.outputs.get("groups", []) for stage in rounds))
 
 
 def _silent_before(turn: Turn) -> set[str]:

@@ -11,6 +11,8 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import TextIO
 
@@ -25,8 +27,6 @@ from flywheel.training.job import (
 )
 from flywheel.training.orphan import die_with
 
-FAILED_STATUS = 3
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="flywheel.training", description=__doc__)
@@ -38,19 +38,29 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.parent is not None:
         die_with(arguments.parent)
-    os.nice(arguments.nice)
+    _give_way(arguments.nice)
     faulthandler.enable()  # a worker that gives up sends SIGABRT: the stacks go to the log
     progress, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints belongs in the log
     try:
         _train(arguments.folder, progress)
     except TrainingFailed as failure:
         print(json.dumps({"failed": failure.reason}), file=progress, flush=True)
-        sys.exit(FAILED_STATUS)
+        sys.exit(failure.status)
+
+
+def _give_way(nice: int) -> None:
+    """Let serving have the cores first. Linux weighs whole sessions against each other before it
+    looks at nice, so this session's weight is lowered as well."""
+    os.nice(nice)
+    with suppress(OSError):  # a kernel without autogroups needs no more
+        Path("/proc/self/autogroup").write_text(str(nice))
 
 
 def _train(folder: Path, progress: TextIO) -> None:
-    print(Progress(phase="loading").model_dump_json(), file=progress, flush=True)
-    from flywheel.training.progress import Reporter  # torch and trainers: seconds to import
+    for module in ("torch", "transformers", "peft", "trl.trainer.grpo_trainer"):
+        print(Progress(phase="loading").model_dump_json(), file=progress, flush=True)
+        import_module(module)  # seconds each, more on a busy machine: one sign of life for each
+    from flywheel.training.progress import Reporter
     from flywheel.training.train import train
 
     job = TrainingJob.model_validate_json((folder / JOB_FILE).read_text(encoding="utf-8"))

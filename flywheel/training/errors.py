@@ -1,5 +1,7 @@
 """What can go wrong while a policy is trained: each failure with what a person needs to mend it."""
 
+from typing import ClassVar
+
 from runtime.errors import Boundary, NoriaError, StoreError
 
 
@@ -19,6 +21,8 @@ class TrainingFailed(TrainingError):
     """The trainer ended without an adapter. `reason` says why, `log_tail` ends its log."""
 
     code = "training_failed"
+    status: ClassVar[int] = 3
+    """With which the trainer's process ends where this happened in it."""
 
     def __init__(self, reason: str, log_tail: str = "") -> None:
         log = f"; the end of its log:\n{log_tail}" if log_tail else ""
@@ -38,3 +42,4 @@ class BreakerTripped(TrainingFailed):
     """The reward stopped meaning what it should, or the policy ran away: no adapter is kept."""
 
     code = "breaker_tripped"
+    status: ClassVar[int] = 4

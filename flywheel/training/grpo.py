@@ -23,11 +23,15 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from flywheel.recipe import GrpoRecipe
-from flywheel.training.errors import TrainingFailed
+from flywheel.training.errors import BreakerTripped, TrainingFailed
 from flywheel.training.job import Group, TrainingJob, TrainingRow
-from flywheel.training.lora import inner
+from flywheel.training.lora import inner, load_reference
 from flywheel.training.shared_prefix import score
 from flywheel.training.trajectories import advantages, signal
+
+
+CLOSING_GROUPS = 2
+"""Groups on which a job's whole update is measured: enough to see it break, cheap enough to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,8 @@ class RecordedGrpoTrainer(GRPOTrainer):
     """GRPOTrainer whose old policy is the recorded one."""
 
     max_ratio: float
+    last_places: Sequence[Sequence[Member]]
+    """The groups of the last step."""
     trained_rows = 0
     trained_tokens = 0
     _scored: Tensor
@@ -137,12 +143,37 @@ class RecordedGrpoTrainer(GRPOTrainer):
         self._refuse(loss, ratio.mean().item())
         return loss
 
+    @torch.no_grad()
+    def closing_metrics(self) -> dict[str, float]:
+        """How far the job moved the policy, on its last step's first groups.
+
+        Raises TrainingFailed where that is beyond the breaker.
+        """
+        rows = [m.row for place in self.last_places[:CLOSING_GROUPS] for m in place if not m.filler]
+        ids, mask = [row.input_ids for row in rows], [row.mask for row in rows]
+        model = inner(self.accelerator.unwrap_model(self.model))
+        scores = score(model, ids, mask, temperature=self.temperature)
+        log_ratio = torch.cat(
+            [
+                logprobs[: len(row.mask)][torch.tensor(row.mask, dtype=torch.bool)]
+                - torch.tensor(row.old_logprobs)[torch.tensor(row.mask, dtype=torch.bool)]
+                for logprobs, row in zip(scores.logprobs_B_T.cpu(), rows, strict=True)
+            ]
+        )
+        ratio = torch.exp(log_ratio)
+        self._refuse(ratio.mean(), ratio.mean().item())
+        return {
+            "update_kl": (ratio - 1 - log_ratio).mean().item(),
+            "update_ratio_mean": ratio.mean().item(),
+            "update_ratio_max": ratio.max().item(),
+        }
+
     def _refuse(self, loss: Tensor, ratio: float) -> None:
         if not torch.isfinite(loss):
             raise TrainingFailed(f"the loss became {loss.item()}")
         if not 1 / self.max_ratio <= ratio <= self.max_ratio:
-            raise TrainingFailed(
-                f"breaker: the mean importance ratio is {ratio:.3g}, beyond {self.max_ratio:g}: "
+            raise BreakerTripped(
+                f"the mean importance ratio is {ratio:.3g}, beyond {self.max_ratio:g}: "
                 "the policy no longer resembles the one that sampled these groups"
             )
 
@@ -169,6 +200,9 @@ def grpo_trainer(
         callbacks=callbacks,
     )
     trainer.max_ratio = recipe.max_ratio
+    trainer.last_places = dealt[-1]
+    if recipe.beta > 0 and job.reference is not None:
+        load_reference(model, Path(job.reference))
     return trainer
 
 

@@ -70,6 +70,8 @@ class TrainingJob(Record):
     """Folder of the fp32 base model."""
     start: str | None = None
     """Adapter folder to go on from; None starts a new adapter."""
+    reference: str | None = None
+    """Adapter folder that GRPO's KL term (`beta` > 0) measures to; None means `start`."""
     optimizer: str | None = None
     """`optimizer.safetensors` of the round before, where there was one."""
     seed: int
@@ -90,8 +92,10 @@ class Progress(Record):
     steps: int = 0
     seconds_left: float | None = None
     metrics: dict[str, float] = Field(default_factory=dict[str, float])
-    """loss, grad_norm, learning_rate; with GRPO also reward, reward_std, entropy, kl, ratio_mean,
-    ratio_max, clip_share."""
+    """loss, grad_norm, learning_rate, entropy; with GRPO also reward, reward_std, kl, ratio_mean,
+    ratio_max, clip_share: of the policy before the step to the one that sampled its groups (kl: to
+    the reference, where `beta` > 0). A job's last step has the same after its update, measured on
+    some of its rows: update_kl, update_ratio_mean, update_ratio_max."""
 
 
 class TrainingResult(Record):

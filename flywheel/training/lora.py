@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -44,6 +50,12 @@ def _config(lora: LoraRecipe, base: str) -> LoraConfig:
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
     )
+
+
+def load_reference(model: PeftModel, folder: Path) -> None:
+    """Make the frozen adapter `ref`, which TRL copied from the start, another one."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    set_peft_model_state_dict(model, tensors, adapter_name="ref")
 
 
 def inner(model: Any) -> PreTrainedModel:

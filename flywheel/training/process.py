@@ -22,7 +22,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from flywheel.training.errors import TrainingFailed, TrainingStopped
+from flywheel.training.errors import BreakerTripped, TrainingFailed, TrainingStopped
 from flywheel.training.job import (
     ADAPTER_FOLDER,
     JOB_FILE,
@@ -40,7 +40,7 @@ GLANCE_SECONDS = 0.5
 """How long a wish to stop may wait for the next look."""
 STACKS_SECONDS = 5.0
 """How long a silent trainer may take to write its stacks."""
-TAIL_LINES = 20
+TAIL_LINES = 40
 
 
 def run_training(
@@ -66,7 +66,8 @@ def run_training(
         failed = _listen(_Lines(process), on_progress, stop, silence_seconds, folder)
         status = process.wait()
     if status != 0 or failed is not None:
-        raise TrainingFailed(failed or _ending(status), _tail(folder))
+        kind = BreakerTripped if status == BreakerTripped.status else TrainingFailed
+        raise kind(failed or _ending(status), _tail(folder))
     done = finished(folder, job)
     if done is None:
         raise TrainingFailed("the trainer ended well and left no result", _tail(folder))

@@ -51,6 +51,12 @@ class Reporter:
         self.steps.append(progress)
         self.phase(progress)
 
+    def amend(self, metrics: dict[str, float]) -> None:
+        """Add to the last step what could be measured only after it."""
+        if metrics:
+            last = self.steps.pop()
+            self.step(last.model_copy(update={"metrics": {**last.metrics, **metrics}}))
+
     def beat(self) -> None:
         """Say again where we are, if nothing was said for a while."""
         if time.monotonic() - self._said >= BEAT_SECONDS:

@@ -81,6 +81,10 @@ class SharedSftTrainer(SFTTrainer):
         self._metrics["train"]["entropy"].append((scores.entropies_B_T.sum() / targets).item())
         return -scores.logprobs_B_T.sum() / (num_items_in_batch or targets)
 
+    def closing_metrics(self) -> dict[str, float]:
+        """Nothing beyond the last step's."""
+        return {}
+
 
 def sft_trainer(
     job: TrainingJob,

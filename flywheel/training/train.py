@@ -48,6 +48,7 @@ def train(
         callbacks.append(Moments(model, Path(job.optimizer)))
     trainer = _trainer(folder, job, model, rows, callbacks)
     _quietly(trainer)
+    reporter.amend(trainer.closing_metrics())
     reporter.phase(Progress(phase="saving", step=tally.steps, steps=tally.steps))
     save_adapter(model, folder / ADAPTER_FOLDER)
     save_moments(trainer.optimizer.optimizer, model, folder / OPTIMIZER_FILE)

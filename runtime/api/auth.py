@@ -128,4 +128,6 @@ def _permitted(scope: Scope) -> Callable[..., Caller]:
 
 Writer = Annotated[Caller, Depends(_permitted(Scope.RUNS_WRITE))]
 Reader = Annotated[Caller, Depends(_permitted(Scope.RUNS_READ))]
+Miller = Annotated[Caller, Depends(_permitted(Scope.FLYWHEEL))]
+Releaser = Annotated[Caller, Depends(_permitted(Scope.RELEASE))]
 Admin = Annotated[Caller, Depends(_permitted(Scope.ADMIN))]

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from runtime.api.schemas import FieldProblem, Problem
-from runtime.errors import InputError, StoreError
+from runtime.errors import EngineError, InputError, StoreError
 
 log = logging.getLogger(__name__)
 MEDIA_TYPE = "application/problem+json"
@@ -71,6 +71,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(InputError, _unusable)
     app.add_exception_handler(StoreError, _away)
+    app.add_exception_handler(EngineError, _engine_failed)
     app.add_exception_handler(Exception, _unexpected)
 
 
@@ -126,6 +127,15 @@ async def _away(request: Request, error: Exception) -> JSONResponse:
     return problem(503, StoreError.code, detail, headers={"Retry-After": str(RETRY_SECONDS)})
 
 
+async def _engine_failed(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, EngineError)
+    log.warning("%s %s: %s", request.method, request.url.path, error)
+    if error.retriable:
+        headers = {"Retry-After": str(RETRY_SECONDS)}
+        return problem(503, error.code, str(error), headers=headers)
+    return problem(502, error.code, str(error))
+
+
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:
     number = secrets.token_hex(6)
     log.error("%s %s failed (%s)", request.method, request.url.path, number, exc_info=error)
@@ -144,6 +154,7 @@ DESCRIPTIONS = {
     413: "The body is too large",
     415: "The body is not JSON",
     422: "The request is well-formed, but wrong; `errors` names each field",
+    502: "The engine answered otherwise than it must",
     503: "A part is away; retry after `Retry-After` seconds",
 }
 

@@ -1,9 +1,11 @@
 """What the API needs from the process it runs in, handed in once."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+from fastapi import APIRouter
 from starlette.requests import HTTPConnection
 
 from runtime.api.auth import Authenticator
@@ -32,6 +34,21 @@ class ApiServices:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "authenticator", Authenticator(self.database))
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """Routes of another part, and what they work with: opened once, held while the app serves."""
+
+    name: str
+    routers: Sequence[APIRouter]
+    open: Callable[[], AbstractContextManager[object]]
+
+
+def held_by(connection: HTTPConnection, name: str) -> object:
+    """What the extension of that name opened."""
+    held: Mapping[str, object] = connection.app.state.held
+    return held[name]
 
 
 def services_of(connection: HTTPConnection) -> ApiServices:

@@ -95,6 +95,20 @@ async def put_alias(api: Api, alias: str, policy: Policy) -> None:
         )
 
 
+async def test_a_registered_policy_may_be_asked_for_by_its_id(api: Api) -> None:
+    candidate = Policy(id=PolicyId("candidate-1"), base="sha256:base", adapter="sha256:c")
+    async with api.database.transaction() as connection:
+        await connection.execute(
+            "SELECT runtime.register_policy_v1('default', %s)", (candidate.model_dump_json(),)
+        )
+    stranger = await api.new_key(tenant=OTHER)
+    async with api.client() as http, api.client(stranger) as other:
+        run = await created(http, policy="candidate-1")
+        assert run["policy"] == candidate.model_dump()
+        answer = await other.post("/v1/runs", json={**LETTER, "policy": "candidate-1"})
+        assert "there is no policy 'candidate-1'" in problem(answer, 422)["detail"]
+
+
 async def test_the_alias_decides_the_policy_and_the_id_overrides_it(api: Api) -> None:
     tuned = Policy(id=PolicyId("tuned-1"), base="sha256:base", adapter="sha256:a")
     await put_alias(api, "production", tuned)

@@ -290,13 +290,13 @@ def test_a_cycle_with_nothing_to_learn_says_so(
 # ---------------------------------------------------------------- the night
 
 
-def _someone_ran_something(wheel: Wheel) -> None:
+def _someone_ran_something(wheel: Wheel, at: str = "2026-01-01") -> None:
     with psycopg.connect(wheel.url) as connection:
         connection.execute(
             "INSERT INTO runtime.runs (tenant_id, id, kind, domain, domain_digest, task, policy, "
-            "sampling, priority) VALUES ('default', 'run_1', 'production', %s, 'x', "
-            "'{}', '{}', '{}', 0)",
-            (DOMAIN,),
+            "sampling, priority, created_at) VALUES ('default', 'run_1', 'production', %s, 'x', "
+            "'{}', '{}', '{}', 0, %s)",
+            (DOMAIN, at),
         )
 
 
@@ -313,6 +313,13 @@ def test_the_night_opens_one_cycle_a_date_and_catches_up_once(wheel: Wheel, ran:
     turn_until_ended(wheel, cycle)
     assert open_due(wheel, late) == []
     assert len(open_due(wheel, late + dt.timedelta(days=1))) == 1
+
+
+def test_who_begins_after_the_hour_waits_for_the_next_night(wheel: Wheel) -> None:
+    _someone_ran_something(wheel, at="2026-11-30T09:00Z")
+    noon = dt.datetime(2026, 11, 30, 12, 0, tzinfo=dt.UTC)
+    assert open_due(wheel, noon) == []
+    assert len(open_due(wheel, noon + dt.timedelta(days=1))) == 1
 
 
 def test_a_night_with_two_two_o_clocks_has_one_cycle(wheel: Wheel, tmp_path: Path) -> None:

@@ -343,6 +343,6 @@ def test_what_the_settings_name_by_url_is_not_started(place: Path) -> None:
     with closing(plan(given)) as stack:
         names = [service.name for service in stack.services]
         assert stack.notes[-1].startswith("no engine answers at http://localhost:1/v1")
-    assert names == ["valkey", "migrate", "api", "runner"]
+    assert names == ["valkey", "migrate", "api", "runner", "worker", "beat"]
     with pytest.raises(CannotRun, match="no service postgres here"):
         plan(given, only=["postgres"])

@@ -111,6 +111,8 @@ def test_a_grpo_job_starts_from_the_adapter_it_is_given(tiny_base: Path, tmp_pat
     assert 0 < apart(tmp_path / "sft", tmp_path / "grpo") < 0.01
     lines = [Progress.model_validate(json.loads(line)) for line in heard.getvalue().splitlines()]
     assert step in lines
+    assert step.metrics["update_kl"] > 0
+    assert step.metrics["update_ratio_max"] >= step.metrics["update_ratio_mean"]
 
 
 def test_the_kl_term_is_measured_to_the_start(tiny_base: Path, tmp_path: Path) -> None:
@@ -127,6 +129,10 @@ def test_the_kl_term_is_measured_to_the_start(tiny_base: Path, tmp_path: Path) -
     (step,) = trained(tmp_path / "grpo", job, rows).metrics
     assert step.metrics["kl"] == pytest.approx(0, abs=1e-6)
     assert set(weights(tmp_path / "grpo")) == set(weights(tmp_path / "sft"))
+    trained(tmp_path / "far", sft_job(tiny_base, 6))
+    moved = job.model_copy(update={"reference": str(tmp_path / "far" / "adapter")})
+    (step,) = trained(tmp_path / "again", moved, rows).metrics
+    assert step.metrics["kl"] > 1e-3
 
 
 def test_weights_that_are_no_numbers_are_never_saved(tiny_base: Path, tmp_path: Path) -> None:

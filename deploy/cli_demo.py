@@ -142,6 +142,8 @@ def _run(
         )
         raise
     journal.close()
+    if fresh:
+        show.say(f"look around in it with: NORIA_HOME={settings.home} ./noria up")
     return result
 
 

@@ -50,7 +50,9 @@ class Journal:
         if there is not None and there.plan == wanted:
             return cls(path, there, resumed=True)
         fresh = Notes(plan=wanted, demo_id=secrets.token_hex(6), load=os.getloadavg()[0])
-        return cls(path, fresh, resumed=False)
+        journal = cls(path, fresh, resumed=False)
+        journal.note()
+        return journal
 
     def note(self, **changes: Any) -> None:
         self.notes = self.notes.model_copy(update=changes)

@@ -90,11 +90,11 @@ class VllmEnvironment:
     def _installations(self) -> list[tuple[str, list[str]]]:
         """What is installed, in order, and pip's arguments for it."""
         if not self.cpu:
-            return [(f"{GPU_REQUIREMENT} and all it needs (10 GB)", [GPU_REQUIREMENT])]
+            return [(f"{GPU_REQUIREMENT} and all it needs", [GPU_REQUIREMENT])]
         pins = str(CPU_REQUIREMENTS)
         return [
-            ("torch (200 MB)", ["-c", pins, "torch"]),
-            ("vLLM (250 MB)", ["--no-deps", "-r", pins]),
+            ("torch", ["-c", pins, "torch"]),
+            ("vLLM", ["--no-deps", "-r", pins]),
         ]
 
     async def _step(self, *argv: str) -> None:
@@ -130,9 +130,10 @@ class VllmEnvironment:
 
     def _wanted(self) -> dict[str, str]:
         """What a whole environment's stamp says."""
-        pins = CPU_REQUIREMENTS.read_bytes() if self.cpu else GPU_REQUIREMENT.encode()
+        pins = CPU_REQUIREMENTS.read_text() if self.cpu else GPU_REQUIREMENT
+        named = [line for line in pins.splitlines() if line and not line.startswith("#")]
         return {
-            "pins": hashlib.sha256(pins).hexdigest(),
+            "pins": hashlib.sha256("\n".join(named).encode()).hexdigest(),
             "place": str(self.folder),
             "python": os.path.realpath(sys.executable),
         }

@@ -41,6 +41,8 @@ from runtime.run import TenantId
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
+REST_SECONDS = 5.0
+"""Before the second attempt at a stage that failed; three times as long before the third."""
 
 STAGES: dict[StageName, Callable[[Turn], Answer]] = {
     StageName.MINE: lessons.mine_runs,
@@ -116,14 +118,25 @@ def open_due(wheel: Wheel, now: dt.datetime) -> list[CycleId]:
     """
     opened: list[CycleId] = []
     for domain, path in wheel.recipes.items():
-        schedule = Recipe.load(path).schedule
-        local = now.astimezone(ZoneInfo(schedule.timezone))
-        if not schedule.enabled or local.strftime("%H:%M") < schedule.at:
-            continue
-        for tenant_id in _tenants_without(wheel, domain, _scheduled(schedule, local)):
-            cycle, new = open_cycle(wheel, tenant_id, domain, trigger="nightly", date=local.date())
-            opened += [cycle.id] if new else []
+        try:
+            opened += _open_due(wheel, domain, Recipe.load(path).schedule, now)
+        except InputError as error:  # one domain's broken recipe keeps no other from turning
+            log.error("no cycle of %s was opened: %s", domain, error)
     return opened
+
+
+def _open_due(
+    wheel: Wheel, domain: str, schedule: ScheduleRecipe, now: dt.datetime
+) -> list[CycleId]:
+    local = now.astimezone(ZoneInfo(schedule.timezone))
+    if not schedule.enabled or local.strftime("%H:%M") < schedule.at:
+        return []
+    tenants = _tenants_without(wheel, domain, _scheduled(schedule, local))
+    found = [
+        open_cycle(wheel, tenant_id, domain, trigger="nightly", date=local.date())
+        for tenant_id in tenants
+    ]
+    return [cycle.id for cycle, new in found if new]
 
 
 def _scheduled(schedule: ScheduleRecipe, local: dt.datetime) -> dt.datetime:
@@ -229,11 +242,18 @@ def _run(
     try:
         answer = STAGES[stage.name](turn)
     except TrainingStopped:
-        return _stopped(wheel, cycle, lease)
+        return _stopped(wheel, cycle, stage, lease)
     except LeaseLost:
         raise
     except NoriaError as error:
-        return _failed(wheel, cycle, stage, lease, error, attempt)
+        log.error("cycle %s, stage %s: %s", cycle.id, stage.name, error)
+        again = error.retriable and attempt < MAX_ATTEMPTS
+        return _failed(wheel, cycle, stage, lease, str(error), attempt if again else None)
+    except Exception as error:  # the boundary: a fault of ours must not turn the wheel for ever
+        log.exception("cycle %s, stage %s", cycle.id, stage.name)
+        reason = f"{type(error).__name__}: {error}"
+        again = attempt < MAX_ATTEMPTS
+        return _failed(wheel, cycle, stage, lease, reason, attempt if again else None)
     return _commit(wheel, cycle, stage, lease, answer)
 
 
@@ -273,22 +293,22 @@ def _stop(wheel: Wheel, cycle: Cycle, lease: CycleLease) -> Advance:
     return Advance.ENDED
 
 
-def _stopped(wheel: Wheel, cycle: Cycle, lease: CycleLease) -> Advance:
+def _stopped(wheel: Wheel, cycle: Cycle, stage: Stage, lease: CycleLease) -> Advance:
     """Training was stopped: for good where somebody asked, else given back to another worker."""
     if lease.stop_requested:
         return _stop(wheel, cycle, lease)
+    lease.give_back(stage)
     return Advance.BUSY
 
 
 def _failed(
-    wheel: Wheel, cycle: Cycle, stage: Stage, lease: CycleLease, error: NoriaError, attempt: int
+    wheel: Wheel, cycle: Cycle, stage: Stage, lease: CycleLease, reason: str, attempt: int | None
 ) -> Advance:
-    """What may pass is tried again; what will not ends the cycle with its reason."""
-    log.error("cycle %s, stage %s: %s", cycle.id, stage.name, error)
-    if error.retriable and attempt < MAX_ATTEMPTS:
-        lease.save(stage, StageState.PENDING, reason=str(error))
-        return Advance.BUSY
-    return _fail(wheel, cycle, stage, lease, str(error))
+    """Try again after a growing rest, or, where no attempt is left, end the cycle."""
+    if attempt is None:
+        return _fail(wheel, cycle, stage, lease, reason)
+    lease.retry(stage, reason, after=REST_SECONDS * 3 ** (attempt - 1))
+    return Advance.BUSY
 
 
 def _fail(wheel: Wheel, cycle: Cycle, stage: Stage, lease: CycleLease, reason: str) -> Advance:

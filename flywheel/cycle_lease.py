@@ -116,6 +116,19 @@ class CycleLease:
 
         self._write(write)
 
+    def give_back(self, stage: Stage) -> None:
+        """Leave the stage to another worker; the attempt does not count."""
+        self._write(lambda store: store.give_back(self._tenant_id, stage, self._fence))
+
+    def retry(self, stage: Stage, reason: str, *, after: float) -> None:
+        """Have the stage run again, `after` seconds from now at the earliest. Raises LeaseLost."""
+
+        def write(store: CycleStore) -> None:
+            store.save_stage(self._tenant_id, stage, self._fence, StageState.PENDING, reason=reason)
+            store.rest(self._tenant_id, self._cycle_id, self._fence, after)
+
+        self._write(write)
+
     def end(
         self, state: CycleState, *, outcome: str | None = None, reason: str | None = None
     ) -> None:

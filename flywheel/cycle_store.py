@@ -190,6 +190,20 @@ class CycleStore(Statements):
             raise LeaseLost(f"cycle {stage.cycle_id} is held by another worker")
         self.ring(stage.cycle_id)
 
+    def give_back(self, tenant_id: TenantId, stage: Stage, fence: int) -> None:
+        """Leave a stage as if this attempt had not begun."""
+        self._run(
+            "give_back_stage",
+            tenant_id=tenant_id,
+            cycle_id=stage.cycle_id,
+            seq=stage.seq,
+            fence=fence,
+        )
+
+    def rest(self, tenant_id: TenantId, cycle_id: CycleId, fence: int, seconds: float) -> None:
+        """Nobody claims the cycle for so long."""
+        self._run("rest", tenant_id=tenant_id, id=cycle_id, fence=fence, seconds=seconds)
+
     def show_progress(
         self, tenant_id: TenantId, stage: Stage, fence: int, progress: dict[str, Json]
     ) -> None:

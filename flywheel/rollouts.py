@@ -20,6 +20,7 @@ from runtime.database import Connection as AsyncConnection
 from runtime.database import queries
 from runtime.errors import Conflict, DomainError
 from runtime.run import (
+    Json,
     ModelCall,
     Policy,
     Record,
@@ -63,6 +64,11 @@ class Standing(Record):
     ended: int
     infra: int
     """Ended without a verdict that counts."""
+
+
+def runs_progress(ended: int, total: int) -> dict[str, Json]:
+    """How far a stage's runs are, as its progress says it."""
+    return {"step": ended, "steps": total, "what": "runs"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,10 @@ from flywheel.cycle_store import CycleStore, cycle_view
 from flywheel.lessons.importing import store_imported
 from flywheel.lessons.pool import PoolStore, Split
 from flywheel.pool_page import pool_page
-from flywheel.records import Adapter, Cycle, CycleId, CycleOptions, PoolStatus
+from flywheel.records import Adapter, Cycle, CycleId, CycleOptions, PoolStatus, Stage, StageState
 from flywheel.release.adapters import AdapterStore
 from flywheel.release.aliases import promote, releases, roll_back
+from flywheel.rollouts import runs_progress, standing
 from flywheel.schemas import (
     AdapterList,
     AdapterView,
@@ -38,7 +39,7 @@ from flywheel.schemas import (
     ReleaseView,
     RollBack,
 )
-from flywheel.store import transaction
+from flywheel.store import Connection, transaction
 from flywheel.wheel import Wheel
 from runtime.api.auth import Miller, Releaser
 from runtime.api.body import StrictRoute
@@ -123,7 +124,16 @@ def _check_recipe(wheel: Wheel, domain: str) -> None:
 
 def _whole(wheel: Wheel, cycle: Cycle) -> CycleView:
     with transaction(wheel.url) as connection:
-        return cycle_view(cycle, CycleStore(connection).stages(cycle.tenant_id, cycle.id))
+        stages = CycleStore(connection).stages(cycle.tenant_id, cycle.id)
+        return cycle_view(cycle, [_as_of_now(connection, cycle, stage) for stage in stages])
+
+
+def _as_of_now(connection: Connection, cycle: Cycle, stage: Stage) -> Stage:
+    """A stage that waits for runs writes nothing meanwhile: its runs say how far they are."""
+    if stage.state is not StageState.WAITING:
+        return stage
+    now = standing(connection, cycle, stage)
+    return stage.model_copy(update={"progress": runs_progress(now.ended, now.total)})
 
 
 @cycles.get("", summary="List cycles", responses=READING)

@@ -26,7 +26,7 @@ from runtime.context import Conversation
 from runtime.engine.protocol import CompletionRequest, Engine
 from runtime.engine.templates import ChatTemplate
 from runtime.engine.tool_calls import parse_calls
-from runtime.errors import EngineUnavailable, NoriaError, ToolError
+from runtime.errors import EngineGarbage, EngineUnavailable, NoriaError, ToolError
 from runtime.journal import Recorder
 from runtime.limits import Budget, TaskTimeout
 from runtime.run import (
@@ -207,6 +207,10 @@ async def _sample(step: int, session: Session) -> tuple[Thought, ModelCall]:
     )
     budget.engine_seconds += time.monotonic() - started
     budget.steps += 1
+    if completion.served_policy != session.policy.id:
+        raise EngineGarbage(
+            f"the engine served {completion.served_policy!r} where {session.policy.id!r} was asked"
+        )
     budget.tokens += len(completion.sampled)
     text = session.template.decode(completion.sampled)
     model_call = session.conversation.commit(

@@ -8,6 +8,7 @@ pytest_plugins = [
     "tests.fixtures.real_data",
     "tests.fixtures.sandbox",
     "tests.fixtures.stack",
+    "tests.fixtures.demo",
     "tests.fixtures.domains",
     "tests.fixtures.api",
 ]

@@ -59,6 +59,7 @@ SET lease_owner = %(owner)s, fence = fence + 1,
     lease_until = now() + make_interval(secs => %(lease_seconds)s)
 WHERE tenant_id = %(tenant_id)s AND id = %(id)s AND state = 'running'
   AND (lease_until IS NULL OR lease_until < now())
+  AND (resume_at IS NULL OR resume_at < now() OR stop_requested)
 RETURNING fence;
 
 -- name: renew_lease
@@ -76,6 +77,7 @@ WHERE tenant_id = %(tenant_id)s AND id = %(id)s AND fence = %(fence)s;
 SELECT cycle.tenant_id, cycle.id
 FROM flywheel.cycles AS cycle
 WHERE cycle.state = 'running' AND (cycle.lease_until IS NULL OR cycle.lease_until < now())
+  AND (cycle.resume_at IS NULL OR cycle.resume_at < now() OR cycle.stop_requested)
   AND (cycle.stop_requested OR NOT EXISTS (
       SELECT 1
       FROM flywheel.stages AS stage
@@ -119,6 +121,18 @@ UPDATE flywheel.stages AS stage SET progress = %(progress)s
 FROM flywheel.cycles AS cycle
 WHERE stage.tenant_id = %(tenant_id)s AND stage.cycle_id = %(cycle_id)s AND stage.seq = %(seq)s
   AND cycle.tenant_id = stage.tenant_id AND cycle.id = stage.cycle_id AND cycle.fence = %(fence)s;
+
+-- name: give_back_stage
+-- Whoever is asked to go down has not failed: the attempt does not count.
+UPDATE flywheel.stages AS stage
+SET state = 'pending', attempts = attempts - 1, progress = '{}'
+FROM flywheel.cycles AS cycle
+WHERE stage.tenant_id = %(tenant_id)s AND stage.cycle_id = %(cycle_id)s AND stage.seq = %(seq)s
+  AND cycle.tenant_id = stage.tenant_id AND cycle.id = stage.cycle_id AND cycle.fence = %(fence)s;
+
+-- name: rest
+UPDATE flywheel.cycles SET resume_at = now() + make_interval(secs => %(seconds)s)
+WHERE tenant_id = %(tenant_id)s AND id = %(id)s AND fence = %(fence)s;
 
 -- name: skip_stages
 UPDATE flywheel.stages

@@ -8,8 +8,8 @@ from flywheel.lessons.pool import PoolStore
 from flywheel.records import Decision, Outcome, Sample, StageName
 from flywheel.release.adapters import AdapterStore, policy_of
 from flywheel.release.aliases import promote
-from flywheel.rollouts import request, samples
-from flywheel.stages.practice import progress, runs_over, wanted
+from flywheel.rollouts import request, runs_progress, samples
+from flywheel.stages.practice import runs_over, wanted
 from flywheel.stages.turn import Answer, Done, Turn, Waiting
 from runtime.run import Policy, RunKind, Task
 
@@ -31,7 +31,7 @@ def evaluate(turn: Turn) -> Answer:
         ]
         if runs:
             request(turn.wheel, turn.cycle, turn.stage, RunKind.EVALUATION, runs)
-            return Waiting(progress=progress(0, len(runs)))
+            return Waiting(progress=runs_progress(0, len(runs)))
     if (waiting := runs_over(turn)) is not None:
         return waiting
     arms_found = _samples(turn, turn.stage.seq)

@@ -12,7 +12,14 @@ from statistics import fmean
 from flywheel.lessons.pool import PoolStore
 from flywheel.records import PoolTask, Sample, StageName
 from flywheel.release.adapters import AdapterStore, policy_of
-from flywheel.rollouts import Wanted, replace_failed, request, samples, standing
+from flywheel.rollouts import (
+    Wanted,
+    replace_failed,
+    request,
+    runs_progress,
+    samples,
+    standing,
+)
 from flywheel.stages.turn import Answer, Done, Turn, Waiting
 from runtime.errors import Boundary, NoriaError
 from runtime.run import Policy, RunKind, Task
@@ -61,17 +68,13 @@ def runs_over(turn: Turn) -> Waiting | None:
     with turn.transaction() as connection:
         now = standing(connection, turn.cycle, turn.stage)
     if replaced or now.ended < now.total:
-        return Waiting(progress=progress(now.ended, now.total))
+        return Waiting(progress=runs_progress(now.ended, now.total))
     if now.total and now.infra > turn.recipe.rollouts.infra_share * now.total:
         raise TooManyFaults(
             f"{now.infra} of {now.total} runs ended in an infrastructure error, more than the "
             f"{turn.recipe.rollouts.infra_share:.0%} that the recipe allows"
         )
     return None
-
-
-def progress(ended: int, total: int) -> dict[str, object]:
-    return {"step": ended, "steps": total, "what": "runs"}
 
 
 # ---------------------------------------------------------------- the incumbent
@@ -98,7 +101,7 @@ def _requested(turn: Turn, runs: Sequence[Wanted], **inputs: object) -> Answer:
     if not runs:
         return Done(outputs={"accepted": [], "groups": []}, reason="there was nothing to run")
     request(turn.wheel, turn.cycle, turn.stage, RunKind.ROLLOUT, runs)
-    return Waiting(inputs=inputs, progress=progress(0, len(runs)))
+    return Waiting(inputs=inputs, progress=runs_progress(0, len(runs)))
 
 
 # ---------------------------------------------------------------- the candidate

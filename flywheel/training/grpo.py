@@ -29,7 +29,6 @@ from flywheel.training.lora import inner, load_reference
 from flywheel.training.shared_prefix import score
 from flywheel.training.trajectories import advantages, signal
 
-
 CLOSING_GROUPS = 2
 """Groups on which a job's whole update is measured: enough to see it break, cheap enough to do."""
 

@@ -222,7 +222,11 @@ def test_a_stage_whose_workers_die_is_given_up_with_its_reason(
 
 @pytest.mark.parametrize(
     ("error", "attempts"),
-    [(TrainingFailed("the loss is not a number"), 1), (StoreError("disk full"), 3)],
+    [
+        (TrainingFailed("the loss is not a number"), 1),
+        (StoreError("disk full"), 3),
+        (ZeroDivisionError("a fault of ours"), 3),
+    ],
 )
 def test_what_may_pass_is_tried_again_and_what_will_not_is_not(
     wheel: Wheel,
@@ -235,12 +239,29 @@ def test_what_may_pass_is_tried_again_and_what_will_not_is_not(
         raise error
 
     answering(monkeypatch, StageName.MINE, failing)
+    monkeypatch.setattr(cycles, "REST_SECONDS", 0.0)
     cycle = opened(wheel)
     turn_until_ended(wheel, cycle)
     after, stages = reread(wheel, cycle)
     assert after.state is CycleState.FAILED
     assert str(error) in (after.reason or "")
     assert stages[0].attempts == attempts
+
+
+def test_a_stage_that_failed_is_left_alone_for_a_while(
+    wheel: Wheel, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(turn: Turn) -> Answer:
+        raise StoreError("disk full")
+
+    answering(monkeypatch, StageName.MINE, failing)
+    cycle = opened(wheel)
+    assert advance(wheel, TENANT, cycle.id, owner="one") is Advance.BUSY
+    assert due(wheel) == []
+    assert advance(wheel, TENANT, cycle.id, owner="one") is Advance.BUSY
+    assert reread(wheel, cycle)[1][0].attempts == 1
+    stop_cycle(wheel, TENANT, cycle.id)  # people do not wait for that
+    assert advance(wheel, TENANT, cycle.id, owner="one") is Advance.ENDED
 
 
 def test_stopping_ends_a_cycle_also_in_the_middle_of_its_training(
@@ -270,7 +291,8 @@ def test_a_worker_that_goes_down_gives_its_stage_back(
     cycle = opened(wheel)
     quitting: Callable[[], bool] = lambda: True  # noqa: E731
     assert advance(wheel, TENANT, cycle.id, owner="one", quitting=quitting) is Advance.BUSY
-    assert reread(wheel, cycle)[0].state is CycleState.RUNNING
+    after, stages = reread(wheel, cycle)
+    assert (after.state, stages[0].state, stages[0].attempts) == ("running", "pending", 0)
     assert due(wheel) == [(TENANT, cycle.id)]
 
 

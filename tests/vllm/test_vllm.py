@@ -1,13 +1,14 @@
 """vLLM through our own client: it serves runs, takes an adapter, says what a trainer says.
 
-The adapter comes from the real trainer, the runs from the real loop. A trainer's forward pass over
-the recorded trajectories then says how far vLLM's bf16 is from fp32: measured on 400 to 600 tokens,
-mean 0.03 nats and at most 0.22, the adapter's tokens like the base's.
+The adapter is the one the fast demo made, the runs come from the real loop. A trainer's forward
+pass over the recorded trajectories then says how far vLLM's bf16 is from fp32: measured on 400 to
+600 tokens, mean 0.03 nats and at most 0.22, the adapter's tokens like the base's.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,13 @@ import pytest
 import pytest_asyncio
 import torch
 from peft import PeftModel
+from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM
 
 from connectors.support_desk import SupportDeskFactory
-from flywheel.recipe import LoraRecipe, SftRecipe
 from flywheel.release.hot_load import BF16, probe
 from flywheel.release.testing import random_adapter
-from flywheel.training.job import TrainingJob, TrainingResult, TrainingRow
-from flywheel.training.process import run_training
+from flywheel.training.job import ProbePoint, TrainingRow
 from flywheel.training.trajectories import rows_of
 from runtime.domain import Domain
 from runtime.engine.openai import OpenAIEngine, Retries
@@ -33,6 +33,7 @@ from runtime.journal import MemoryRecorder
 from runtime.run import Policy, PolicyId, RunId, Sampling
 from runtime.run_executor import Attempt, RunExecutor, Workplace
 from runtime.sandbox.testing import MemoryBackend
+from tests.fixtures.demo import Finished
 from tests.fixtures.vllm import RANK, WINDOW
 
 pytestmark = [
@@ -45,12 +46,6 @@ pytestmark = [
 NAME = PolicyId("triage-sft-0001")
 MEAN_NATS, WORST_NATS = 0.06, 0.6
 """How far vLLM's bf16 may be from fp32: twice and three times what was measured."""
-QUESTIONS = {
-    "My card was stolen.": "cards",
-    "Where is my money?": "transfers",
-    "I moved to another town.": "accounts",
-    "The machine kept my card.": "cash",
-}
 
 
 @pytest_asyncio.fixture
@@ -65,49 +60,33 @@ def workplace(model_template: ChatTemplate, tmp_path: Path) -> Workplace:
     return Workplace(MemoryBackend(state_dir=tmp_path / "box"), {desk.name: desk}, model_template)
 
 
+@dataclass(frozen=True, slots=True)
+class Trained:
+    folder: Path
+    probe: list[ProbePoint]
+
+
 @pytest.fixture(scope="module")
-def trained(
-    model_dir: Path, model_template: ChatTemplate, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, TrainingResult]:
-    """An adapter of the real trainer, a few strong steps away from the base, and its probe."""
-    prompts = [model_template.opening("Route.", [], [("user", text)]) for text in QUESTIONS]
-    replies = [model_template.reply(f"route_ticket(queue={queue})") for queue in QUESTIONS.values()]
-    job = TrainingJob(
-        stage="sft",
-        base=str(model_dir),
-        seed=1,
-        lora=LoraRecipe(rank=RANK, alpha=2 * RANK),
-        sft=SftRecipe(steps=3, batch_size=4, learning_rate=3e-3, warmup_steps=0, minimum_rows=4),
-        probe_prompts=prompts,
-    )
-    rows = [
-        TrainingRow(
-            id=f"row-{number}",
-            group_id=f"row-{number}",
-            input_ids=[*prompt, *reply],
-            mask=[0] * len(prompt) + [1] * len(reply),
-        )
-        for number, (prompt, reply) in enumerate(zip(prompts, replies, strict=True))
-    ]
-    folder = tmp_path_factory.mktemp("sft")
-    result = run_training(folder, job, rows, on_progress=lambda _: None, stop=lambda: False, nice=0)
-    return folder / result.adapter, result
+def trained(finished: Finished) -> Trained:
+    """The adapter that the fast demo made, and what its trainer says of it."""
+    folder = finished.adapter_folder("grpo")
+    points = TypeAdapter(list[ProbePoint]).validate_json((folder / "probe.json").read_bytes())
+    return Trained(folder, points)
 
 
 async def test_an_adapter_is_loaded_probed_and_unloaded(
-    engine: OpenAIEngine, trained: tuple[Path, TrainingResult], model_dir: Path
+    engine: OpenAIEngine, trained: Trained, model_dir: Path
 ) -> None:
-    folder, result = trained
     base = PolicyId(model_dir.name)
-    async with loaded(engine, folder):
+    async with loaded(engine, trained.folder):
         assert await engine.models() == [base, NAME]
-        report = await probe(engine, NAME, result.probe)
+        report = await probe(engine, NAME, trained.probe)
         assert report.passed, report.reasons
         assert (report.served, report.moved > BF16.moved) == (NAME, True)
-        as_base = await probe(engine, base, result.probe)
+        as_base = await probe(engine, base, trained.probe)
         assert not as_base.passed, "the base must be told from the adapter"
         with pytest.raises(EngineRefused, match="already been loaded"):
-            await engine.load_adapter(NAME, str(folder))
+            await engine.load_adapter(NAME, str(trained.folder))
     assert await engine.models() == [base]
     with pytest.raises(PolicyNotLoaded, match=NAME):
         await engine.complete(CompletionRequest(NAME, [1, 2, 3], 1))
@@ -115,19 +94,18 @@ async def test_an_adapter_is_loaded_probed_and_unloaded(
 
 async def test_runs_are_served_with_the_logprobs_of_a_trainer(
     engine: OpenAIEngine,
-    trained: tuple[Path, TrainingResult],
+    trained: Trained,
     workplace: Workplace,
     triage: Domain,
     model_dir: Path,
 ) -> None:
-    folder, _ = trained
     base = PolicyId(model_dir.name)
     executor = RunExecutor(workplace, engine)
-    async with loaded(engine, folder):
+    async with loaded(engine, trained.folder):
         rows_of_both = await asyncio.gather(
             *(recorded(executor, triage, policy) for policy in (base, NAME))
         )
-    for adapter, rows in zip((None, folder), rows_of_both, strict=True):
+    for adapter, rows in zip((None, trained.folder), rows_of_both, strict=True):
         nats = apart(model_dir, adapter, rows)
         said = f"mean {nats.mean():.4f}, worst {nats.max():.4f} nats over {len(nats)} tokens"
         print(f"{rows[0].policy_id}: {said}")

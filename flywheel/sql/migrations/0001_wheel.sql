@@ -14,6 +14,7 @@ CREATE TABLE flywheel.cycles (
     outcome     text,
     reason      text,
     stop_requested boolean NOT NULL DEFAULT false,
+    resume_at   timestamptz,
     lease_owner text,
     lease_until timestamptz,
     fence       bigint NOT NULL DEFAULT 0,

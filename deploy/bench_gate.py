@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from deploy.demo_evidence import sample_of
-from deploy.demo_runs import Wish, play, sampling_seed
+from deploy.demo.evidence import sample_of
+from deploy.demo.runs import Wish, play, sampling_seed
 from flywheel.client import WheelClient
 from flywheel.evaluation.gate import decide
 from flywheel.recipe import Recipe

@@ -5,7 +5,7 @@ It runs once, as a user would start it; every test looks at another part of what
 
 import pytest
 
-from deploy.demo_result import DemoResult
+from deploy.demo.result import DemoResult
 from flywheel.records import Outcome, StageName
 from runtime.run import Observed, RunKind
 from tests.fixtures.demo import SECONDS, Finished

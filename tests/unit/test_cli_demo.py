@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from deploy.cli import app
+from deploy.cli.__main__ import app
 from deploy.home import CannotRun
 
 RUN = CliRunner()

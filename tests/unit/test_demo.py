@@ -12,10 +12,10 @@ import httpx
 import pytest
 from rich.console import Console
 
-from deploy.demo import Demo, DemoPlan
-from deploy.demo_journal import Journal
-from deploy.demo_show import Show
-from deploy.demo_tasks import generated
+from deploy.demo.demo import Demo, DemoPlan
+from deploy.demo.journal import Journal
+from deploy.demo.show import Show
+from deploy.demo.tasks import generated
 from deploy.home import CannotRun
 from flywheel.client import WheelClient
 from runtime.domain import Domain

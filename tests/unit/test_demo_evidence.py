@@ -3,7 +3,7 @@
 from datetime import timedelta
 from typing import Any
 
-from deploy.demo_evidence import (
+from deploy.demo.evidence import (
     Seen,
     fixed,
     gate_of,
@@ -13,7 +13,7 @@ from deploy.demo_evidence import (
     seconds,
     signal_share,
 )
-from deploy.demo_journal import Notes
+from deploy.demo.journal import Notes
 from flywheel.records import CycleState, StageName, StageState
 from flywheel.schemas import CycleView, StageView
 from tests.fixtures.demo_runs import NOW, ran_of, task_of

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.demo_journal import NAME, Journal
+from deploy.demo.journal import NAME, Journal
 
 
 def test_an_unfinished_demo_goes_on(tmp_path: Path) -> None:

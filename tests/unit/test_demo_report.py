@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import pytest
 
-from deploy.demo_picture import spread
-from deploy.demo_report import write_pooled, write_report
-from deploy.demo_result import (
+from deploy.demo.picture import spread
+from deploy.demo.report import write_pooled, write_report
+from deploy.demo.result import (
     Baselines,
     DemoGate,
     DemoResult,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deploy.demo_runs import Ran, Wish, play, sampling_seed
+from deploy.demo.runs import Ran, Wish, play, sampling_seed
 from deploy.home import CannotRun
 from runtime.client import ApiProblem
 from runtime.run import RunKind

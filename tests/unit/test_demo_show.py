@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from deploy.demo_result import DemoResult
-from deploy.demo_show import Show, duration
-from deploy.demo_table import closing_lines, stage_table
+from deploy.demo.result import DemoResult
+from deploy.demo.show import Show, duration
+from deploy.demo.table import closing_lines, stage_table
 
 
 def shown(*, terminal: bool) -> tuple[Show, io.StringIO]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.demo_tasks import MessageFiles, decisive, from_files, generated, is_right
+from deploy.demo.tasks import MessageFiles, decisive, from_files, generated, is_right
 from runtime.domain import Domain
 from runtime.errors import InputError
 from tests.fixtures.demo_runs import task_of

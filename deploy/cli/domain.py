@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from deploy.cli_client import client, complete_domain
-from deploy.cli_output import console, print_json
+from deploy.cli.client import client, complete_domain
+from deploy.cli.output import console, print_json
 from runtime.settings import load_settings
 
 domain_commands = typer.Typer(help="Kinds of work.", no_args_is_help=True)

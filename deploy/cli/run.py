@@ -23,8 +23,8 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from deploy.cli_client import client, complete_domain
-from deploy.cli_output import console, fail, print_json
+from deploy.cli.client import client, complete_domain
+from deploy.cli.output import console, fail, print_json
 from runtime.run import Event, Finished, Graded, Observed, RunState, Started, Stopped, Thought
 
 if TYPE_CHECKING:

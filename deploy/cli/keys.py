@@ -5,8 +5,8 @@ from typing import Annotated
 import typer
 from rich.table import Column, Table
 
-from deploy.cli_client import client, complete_key
-from deploy.cli_output import console, print_json
+from deploy.cli.client import client, complete_key
+from deploy.cli.output import console, print_json
 
 key_commands = typer.Typer(help="API keys.", no_args_is_help=True)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

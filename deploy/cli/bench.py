@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli_output import console, print_json
+from deploy.cli.output import console, print_json
 from runtime.settings import load_settings
 
 bench_commands = typer.Typer(
@@ -46,7 +46,7 @@ def gate(
     """Whether the gate rejects sabotage, holds a copy, and asks for more than five tasks."""
     from deploy.attach import running
     from deploy.bench_gate import gate as measure
-    from deploy.cli_client import api_key
+    from deploy.cli.client import api_key
     from deploy.composition import build_wheel
     from deploy.embedded import postgres_url
     from deploy.home import Home

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli_output import console, print_json
+from deploy.cli.output import console, print_json
 from runtime.settings import load_settings
 
 engine_commands = typer.Typer(help="The engine that serves tokens.", no_args_is_help=True)

@@ -9,8 +9,8 @@ seeds measured on any number of machines are pooled from their JSON.
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from deploy.demo_picture import NAMES, draw, draw_pooled, headline, mean_baselines
-from deploy.demo_result import (
+from deploy.demo.picture import NAMES, draw, draw_pooled, headline, mean_baselines
+from deploy.demo.result import (
     STAGES,
     Baselines,
     DemoResult,

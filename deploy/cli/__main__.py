@@ -13,17 +13,17 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli_adapters import adapter_commands, release_commands
-from deploy.cli_bench import bench_commands
-from deploy.cli_cycle import cycle_commands
-from deploy.cli_demo import demo_command
-from deploy.cli_domain import domain_commands
-from deploy.cli_engine import engine_commands
-from deploy.cli_keys import key_commands
-from deploy.cli_output import console, fail, print_json
-from deploy.cli_run import run_command
-from deploy.cli_tasks import task_commands
-from deploy.cli_vllm import vllm_command
+from deploy.cli.adapters import adapter_commands, release_commands
+from deploy.cli.bench import bench_commands
+from deploy.cli.cycle import cycle_commands
+from deploy.cli.demo import demo_command
+from deploy.cli.domain import domain_commands
+from deploy.cli.engine import engine_commands
+from deploy.cli.keys import key_commands
+from deploy.cli.output import console, fail, print_json
+from deploy.cli.run import run_command
+from deploy.cli.tasks import task_commands
+from deploy.cli.vllm import vllm_command
 from deploy.home import CannotRun
 from runtime.settings import load_settings
 
@@ -59,7 +59,7 @@ def up(
     ] = None,
 ) -> None:
     """Start everything: Postgres, broker, engine, API, runner, worker, beat. Ctrl-C stops it."""
-    from deploy.cli_up import up_detached, up_in_foreground
+    from deploy.cli.up import up_detached, up_in_foreground
 
     (up_detached if detach else up_in_foreground)(load_settings(), only or [])
 
@@ -77,7 +77,7 @@ def down() -> None:
 @app.command()
 def status(as_json: Json = False) -> None:
     """What runs, and since when. Exit status 1 unless all of it is ready."""
-    from deploy.cli_up import status_object, status_table
+    from deploy.cli.up import status_object, status_table
     from deploy.up_record import read_up
 
     settings = load_settings()

@@ -6,8 +6,8 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from deploy.cli_client import complete_adapter, complete_domain, wheel_client
-from deploy.cli_output import console, print_json
+from deploy.cli.client import complete_adapter, complete_domain, wheel_client
+from deploy.cli.output import console, print_json
 
 if TYPE_CHECKING:
     from flywheel.schemas import AdapterView, ReleaseView

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli_output import console
+from deploy.cli.output import console
 from runtime.settings import load_settings
 
 PORT = 8323

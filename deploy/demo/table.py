@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from rich.markup import escape
 from rich.table import Table
 
-from deploy.demo_result import STAGES, DemoResult
-from deploy.demo_show import duration
+from deploy.demo.result import STAGES, DemoResult
+from deploy.demo.show import duration
 from flywheel.records import Interval, Score
 
 NAMES = {"base": "base model", "sft": "after SFT", "grpo": "after GRPO"}

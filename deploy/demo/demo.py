@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from deploy.cycle_progress import follow
-from deploy.demo_evidence import Seen, result_of
-from deploy.demo_journal import Journal
-from deploy.demo_result import BEST_OF, STAGES, DemoResult, StageKey
-from deploy.demo_runs import Advance, Ran, Wish, play, sampling_seed
-from deploy.demo_show import Show, Step
-from deploy.demo_tasks import DemoTasks, decisive, is_right
+from deploy.demo.evidence import Seen, result_of
+from deploy.demo.journal import Journal
+from deploy.demo.result import BEST_OF, STAGES, DemoResult, StageKey
+from deploy.demo.runs import Advance, Ran, Wish, play, sampling_seed
+from deploy.demo.show import Show, Step
+from deploy.demo.tasks import DemoTasks, decisive, is_right
 from deploy.home import CannotRun
 from flywheel.client import WheelClient
 from flywheel.records import CycleState, Outcome

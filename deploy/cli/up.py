@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 
 from deploy.attach import start_detached
-from deploy.cli_output import console
+from deploy.cli.output import console
 from deploy.supervisor import Stack, Supervisor, plan
 from deploy.up_record import ProcessRecord, ProcessState, UpRecord, read_up
 from runtime.settings import Settings

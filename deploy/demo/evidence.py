@@ -13,8 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy.demo_journal import Notes
-from deploy.demo_result import (
+from deploy.demo.journal import Notes
+from deploy.demo.result import (
     Baselines,
     DemoGate,
     DemoResult,
@@ -25,8 +25,8 @@ from deploy.demo_result import (
     StageKey,
     measure,
 )
-from deploy.demo_runs import Ran
-from deploy.demo_tasks import DemoTasks, decisive, is_right
+from deploy.demo.runs import Ran
+from deploy.demo.tasks import DemoTasks, decisive, is_right
 from flywheel.client import WheelClient
 from flywheel.evaluation.baselines import baselines
 from flywheel.records import Outcome, Sample, StageName
@@ -36,7 +36,7 @@ from runtime.domain import Domain
 from runtime.run import RunKind, Task
 
 if TYPE_CHECKING:
-    from deploy.demo import DemoPlan
+    from deploy.demo.demo import DemoPlan
 
 PROMPTS_READ = 48
 """Runs whose prompts are measured: those that were given most."""

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from deploy.cli_output import console, fail, print_json
+from deploy.cli.output import console, fail, print_json
 from deploy.home import CannotRun
 from runtime.settings import Settings, load_settings
 
 if TYPE_CHECKING:
-    from deploy.demo import DemoPlan
-    from deploy.demo_result import DemoResult
-    from deploy.demo_show import Show
-    from deploy.demo_tasks import DemoTasks, MessageFiles
+    from deploy.demo.demo import DemoPlan
+    from deploy.demo.result import DemoResult
+    from deploy.demo.show import Show
+    from deploy.demo.tasks import DemoTasks, MessageFiles
     from deploy.up_record import UpRecord
     from flywheel.client import WheelClient
     from runtime.domain import Domain
@@ -79,7 +79,7 @@ class _Wanted:
     files: "MessageFiles | None"
 
     def plan(self, base: str) -> "DemoPlan":
-        from deploy.demo import DemoPlan
+        from deploy.demo.demo import DemoPlan
 
         real = self.files is not None
         plan = DemoPlan(DOMAIN, base=base, level=self.level, seed=self.seed, real=real)
@@ -87,7 +87,7 @@ class _Wanted:
         return plan if self.corrections is None else replace(plan, corrections=self.corrections)
 
     def tasks(self, plan: "DemoPlan", domain: "Domain") -> "DemoTasks":
-        from deploy.demo_tasks import from_files, generated
+        from deploy.demo.tasks import from_files, generated
 
         counts = {"practice": plan.corrections, "report": plan.report_tasks}
         if self.files is None:
@@ -103,7 +103,7 @@ def _message_files(
         return None
     if messages is None or held_out is None or map_file is None:
         fail("real messages need all of --messages CSV, --held-out CSV and --map YAML")
-    from deploy.demo_tasks import MessageFiles
+    from deploy.demo.tasks import MessageFiles
 
     return MessageFiles(messages, held_out, map_file)
 
@@ -121,9 +121,9 @@ def _run(
 ) -> "DemoResult":
     """Raises CannotRun; an interrupt says what is kept."""
     from deploy.composition import build_domains
-    from deploy.demo import Demo
-    from deploy.demo_journal import Journal
-    from deploy.demo_show import Show
+    from deploy.demo.demo import Demo
+    from deploy.demo.journal import Journal
+    from deploy.demo.show import Show
 
     show = Show(out)
     domain = build_domains(settings)[DOMAIN]
@@ -170,7 +170,7 @@ def _fresh(settings: Settings, home: Path) -> Settings:
 @contextmanager
 def _connected(settings: Settings, show: "Show") -> "Generator[WheelClient]":
     """A client of the API: of the settings', of the running `up`, or of one started for it."""
-    from deploy.cli_client import api_key
+    from deploy.cli.client import api_key
     from flywheel.client import WheelClient
     from runtime.client import ApiProblem
 
@@ -202,8 +202,8 @@ def _started(settings: Settings, show: "Show") -> Generator[str]:
 
 
 def _finish(result: "DemoResult", folder: Path, out: Console, as_json: bool) -> None:
-    from deploy.demo_report import write_report
-    from deploy.demo_table import closing_lines, stage_table
+    from deploy.demo.report import write_report
+    from deploy.demo.table import closing_lines, stage_table
 
     paths = write_report(result, folder)
     out.print(stage_table(result))
@@ -218,7 +218,7 @@ def _finish(result: "DemoResult", folder: Path, out: Console, as_json: bool) -> 
 
 
 def _pool(paths: Sequence[Path], folder: Path, out: Console, as_json: bool) -> None:
-    from deploy.demo_report import write_pooled
+    from deploy.demo.report import write_pooled
 
     _tell_files(write_pooled([_read(path) for path in paths], folder), out)
     if as_json:
@@ -228,7 +228,7 @@ def _pool(paths: Sequence[Path], folder: Path, out: Console, as_json: bool) -> N
 def _read(path: Path) -> "DemoResult":
     from pydantic import ValidationError
 
-    from deploy.demo_result import DemoResult
+    from deploy.demo.result import DemoResult
 
     try:
         return DemoResult.model_validate_json(path.read_bytes())

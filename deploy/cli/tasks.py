@@ -10,8 +10,8 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from deploy.cli_client import complete_domain, wheel_client
-from deploy.cli_output import console, fail, print_json
+from deploy.cli.client import complete_domain, wheel_client
+from deploy.cli.output import console, fail, print_json
 from runtime.settings import load_settings
 
 if TYPE_CHECKING:

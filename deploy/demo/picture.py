@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy.demo_result import STAGES, Baselines, DemoResult, GrpoStep, PooledResult, StageKey
+from deploy.demo.result import STAGES, Baselines, DemoResult, GrpoStep, PooledResult, StageKey
 from flywheel.records import Score
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from deploy.cli_client import complete_cycle, complete_domain, wheel_client
-from deploy.cli_output import console, fail, print_json
+from deploy.cli.client import complete_cycle, complete_domain, wheel_client
+from deploy.cli.output import console, fail, print_json
 
 if TYPE_CHECKING:
     from flywheel.client import WheelClient

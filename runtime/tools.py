@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic_core import ErrorDetails
 
 from runtime.checks.schema import violations
 from runtime.errors import DomainError, ToolError
@@ -94,11 +95,26 @@ class FunctionTool:
         return ToolOutput(output) if isinstance(output, str) else output
 
 
+FEW_CHOICES = 6
+"""More than these are not told again: the policy reads them in the tool's line of its prompt."""
+
+
 def _spell_out(error: ValidationError, model: type[BaseModel]) -> str:
+    """In few tokens: a model reads it, and pays for every one."""
+    errors = error.errors()
     problems = "; ".join(
-        f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg'].lower()}" for e in error.errors()
+        f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {_why(e)}" for e in errors
     )
+    if all(e["type"] not in ("missing", "extra_forbidden") for e in errors):
+        return problems
     return f"{problems} (takes: {', '.join(model.model_fields) or 'no arguments'})"
+
+
+def _why(error: ErrorDetails) -> str:
+    choices = error.get("ctx", {}).get("expected", "") if error["type"] == "literal_error" else ""
+    if choices.count(",") >= FEW_CHOICES:
+        return "not one of its choices"
+    return error["msg"].lower()
 
 
 def tool(

@@ -186,6 +186,8 @@ def _grpo_step(
         groups_with_signal=sampled.get("groups_with_signal", 0) // steps,
         ratio=trained.get("ratio_mean"),
         kl=trained.get("kl"),
+        update_kl=trained.get("update_kl"),
+        update_ratio=trained.get("update_ratio_max"),
     )
 
 

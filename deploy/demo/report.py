@@ -208,14 +208,26 @@ def _training(result: DemoResult) -> str:
             f"{s.reward:.2f}",
             f"{s.groups_with_signal} of {s.groups}",
             _number(s.ratio),
-            _number(s.kl),
+            _number(s.update_kl),
+            _number(s.update_ratio),
         ]
         for s in result.training
     ]
     return _joined(
-        f"{told}Only such groups carry a gradient. A mean ratio near 1 and a small KL say that the "
-        "policy stayed close to the one that sampled.",
-        _table(["step", "mean reward", "groups with signal", "mean ratio", "KL"], rows),
+        f"{told}Only such groups carry a gradient. A mean ratio of 1 before the step says that the "
+        "groups are the policy's own; KL and the largest ratio of a token after it say how far the "
+        "step moved the policy.",
+        _table(
+            [
+                "step",
+                "mean reward",
+                "groups with signal",
+                "mean ratio before",
+                "KL of the step",
+                "largest ratio after",
+            ],
+            rows,
+        ),
     )
 
 

@@ -51,7 +51,11 @@ class GrpoStep(Record):
     ratio: float | None = None
     """Mean importance ratio of policy to behaviour; 1 is on-policy."""
     kl: float | None = None
-    """Mean estimated KL divergence from the behaviour policy, nats per token."""
+    """Mean estimated KL divergence from the behaviour policy, nats per token; 0 is on-policy."""
+    update_kl: float | None = None
+    """The same after the step: how far it moved the policy."""
+    update_ratio: float | None = None
+    """The largest importance ratio of a token after the step."""
 
 
 class Fixed(Record):

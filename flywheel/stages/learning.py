@@ -50,7 +50,7 @@ def train_supervised(turn: Turn) -> Answer:
         stage="sft",
         base=str(turn.wheel.model_dir),
         start=_incumbent_folder(turn),
-        seed=turn.cycle.options.seed,
+        seed=_seed(turn),
         lora=turn.recipe.lora,
         sft=recipe,
         probe_prompts=_probe_prompts(turn),
@@ -134,7 +134,7 @@ def train_on_groups(turn: Turn) -> Answer:
         base=str(turn.wheel.model_dir),
         start=before.folder,
         optimizer=_optimizer(turn),
-        seed=turn.cycle.options.seed + turn.stage.round,
+        seed=_seed(turn),
         lora=turn.recipe.lora,
         grpo=turn.recipe.grpo,
         probe_prompts=_probe_prompts(turn),
@@ -215,6 +215,11 @@ def _only_training_here(home: Path) -> Generator[None]:
     with (home / "training.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _seed(turn: Turn) -> int:
+    """Of this training: every round's own, within what numpy takes."""
+    return (turn.cycle.options.seed + turn.stage.round) % 2**31
 
 
 def _folder(turn: Turn) -> Path:

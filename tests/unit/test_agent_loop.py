@@ -4,6 +4,7 @@ import errno
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -199,6 +200,30 @@ class SlowEngine(Expert):
         return await super().complete(request)
 
     clock: list[float]
+
+
+class _ServesTheBase(ScriptedEngine):
+    """Answers every policy with the base, as a server that lost its adapters may."""
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        return replace(await super().complete(request), served_policy=PolicyId("base"))
+
+
+async def test_another_policy_than_the_pinned_one_ends_the_run_unjudged(
+    workplace: Workplace, domain: Domain
+) -> None:
+    engine = _ServesTheBase(GOOD, workplace.template)
+    attempt = Attempt(
+        run_id=RunId("run_x"),
+        task=TASK,
+        policy=Policy(id=PolicyId("adapter"), base="base", adapter="sha256:1"),
+        sampling=Sampling(seed=7),
+    )
+    recorder = MemoryRecorder()
+    executed = await RunExecutor(workplace, engine).execute(attempt, domain, recorder)
+    assert executed.outcome.state is RunState.ERROR
+    assert "served 'base' where 'adapter' was asked" in (executed.outcome.reason or "")
+    assert (executed.verdict, recorder.model_calls) == (None, [])
 
 
 async def test_seconds_the_engine_used_are_not_the_agents_fault(

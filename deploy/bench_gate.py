@@ -23,8 +23,8 @@ from deploy.demo.runs import Wish, play, sampling_seed
 from flywheel.client import WheelClient
 from flywheel.evaluation.gate import decide
 from flywheel.recipe import Recipe
-from flywheel.records import Adapter, Decision, Outcome, Sample
-from flywheel.release.adapters import AdapterStore, Lineage, probe_points, register
+from flywheel.records import Adapter, Decision, Lineage, Outcome, Sample
+from flywheel.release.adapters import AdapterStore, probe_points, register
 from flywheel.release.hot_load import load, unload
 from flywheel.store import transaction
 from flywheel.training.job import TrainingJob, TrainingRow

@@ -118,6 +118,8 @@ def _merged(whole: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     merged = dict(whole)
     for key, value in changes.items():
         old = merged.get(key)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merged(old, value) if both else value
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            merged[key] = _merged(old, value)
+        else:
+            merged[key] = value
     return merged

@@ -212,15 +212,9 @@ class AdapterStatus(StrEnum):
     ROLLED_BACK = "rolled_back"
 
 
-class Manifest(Record):
-    """`manifest.json` beside the weights: where an adapter comes from, and how it was found."""
+class Lineage(Record):
+    """Where an adapter comes from; everything of its manifest that its files do not say."""
 
-    name: str
-    digest: str
-    """`sha256:…` over adapter_model.safetensors and adapter_config.json."""
-    base: str
-    """Digest of the base model."""
-    base_name: str
     domain: str
     domain_digest: str
     stage: Literal["sft", "grpo"]
@@ -235,6 +229,17 @@ class Manifest(Record):
     corrections: list[str] = Field(default_factory=list[str])
     """Production runs whose corrections were trained on."""
     metrics: dict[str, Json] = Field(default_factory=dict[str, Any])
+
+
+class Manifest(Lineage):
+    """`manifest.json` beside the weights: where an adapter comes from, and how it was found."""
+
+    name: str
+    digest: str
+    """`sha256:…` over adapter_model.safetensors and adapter_config.json."""
+    base: str
+    """Digest of the base model."""
+    base_name: str
     rank: int
     created_at: datetime
 

@@ -18,9 +18,10 @@ from deploy.demo.journal import Journal
 from deploy.demo.result import BEST_OF, STAGES, DemoResult, StageKey
 from deploy.demo.runs import Advance, Ran, Wish, play, sampling_seed
 from deploy.demo.show import Show, Step
-from deploy.demo.tasks import DemoTasks, decisive, is_right
+from deploy.demo.tasks import DemoTasks, is_right
 from deploy.home import CannotRun
 from flywheel.client import WheelClient
+from flywheel.lessons.compiler import decisive_fields
 from flywheel.records import CycleState, Outcome
 from flywheel.schemas import CycleView
 from runtime.client import ApiProblem
@@ -131,7 +132,7 @@ class Demo:
         return [each for each in ran if each.valid and not self._right(each)]
 
     def _right(self, ran: Ran) -> bool:
-        return is_right(ran.wish.task, ran.run.answer, decisive(self.domain))
+        return is_right(ran.wish.task, ran.run.answer, decisive_fields(self.domain))
 
     def _accept_rate(self, ran: Sequence[Ran]) -> str:
         right = sum(each.valid and self._right(each) for each in ran)
@@ -154,7 +155,7 @@ class Demo:
 
     def _give_correction(self, ran: Ran) -> None:
         gold = ran.wish.task.expectation or {}
-        said = ", ".join(f"{field} {gold[field]}" for field in decisive(self.domain))
+        said = ", ".join(f"{field} {gold[field]}" for field in decisive_fields(self.domain))
         self.client.feedback(
             ran.run.id, rating="down", correction=gold, comment=f"support team: {said}"
         )

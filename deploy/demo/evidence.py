@@ -26,9 +26,10 @@ from deploy.demo.result import (
     measure,
 )
 from deploy.demo.runs import Ran
-from deploy.demo.tasks import DemoTasks, decisive, is_right
+from deploy.demo.tasks import DemoTasks, is_right
 from flywheel.client import WheelClient
 from flywheel.evaluation.baselines import baselines
+from flywheel.lessons.compiler import decisive_fields
 from flywheel.records import Outcome, Sample, StageName
 from flywheel.schemas import CycleView, StageView
 from runtime.api.schemas import RunView
@@ -77,7 +78,7 @@ def result_of(
     )
     steps = grpo_steps(seen.cycle.stages)
     runs = [*seen.runs(), *cycle_runs(client, seen)]
-    fields = decisive(domain)
+    fields = decisive_fields(domain)
     return DemoResult(
         seed=plan.seed,
         level=plan.level,

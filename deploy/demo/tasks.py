@@ -12,7 +12,6 @@ from pathlib import Path
 
 from flywheel.lessons.importing import read_map, read_tasks
 from flywheel.schemas import ImportedTask
-from runtime.checks.baselines import Latent
 from runtime.domain import Domain
 from runtime.errors import InputError
 from runtime.run import Json, Task
@@ -106,13 +105,6 @@ def _tasks(domain: Domain, chosen: Sequence[ImportedTask], split: str, seed: int
 
 
 # ---------------------------------------------------------------- judging
-
-
-def decisive(domain: Domain) -> tuple[str, ...]:
-    """Fields of the answer that make it right or wrong: all, unless the domain says which."""
-    if isinstance(domain.source, Latent):
-        return domain.source.decisive
-    return tuple(domain.output_schema.get("properties", {}))
 
 
 def is_right(task: Task, answer: Mapping[str, Json] | None, fields: Sequence[str]) -> bool:

@@ -12,12 +12,11 @@ Scaling out: rows are shared through Postgres, folders through the shelf's stora
 import datetime as dt
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from flywheel.recipe import Recipe
-from flywheel.records import Adapter, AdapterStatus, CycleId, Decision, Manifest
+from flywheel.records import Adapter, AdapterStatus, Decision, Lineage, Manifest
 from flywheel.release import shelf
 from flywheel.release.inspection import (
     CONFIG,
@@ -32,27 +31,12 @@ from flywheel.store import Connection, Statements, as_json, transaction
 from flywheel.training.job import ProbePoint
 from flywheel.wheel import Wheel
 from runtime.errors import AdapterRefused, NotFound
-from runtime.run import Json, Policy, PolicyId, Record, TenantId
+from runtime.run import Policy, PolicyId, TenantId
 
 MANIFEST = "manifest.json"
 PROBE = "probe.json"
 _NAMES_SHOWN = 10
 _points = TypeAdapter[list[ProbePoint]](list[ProbePoint])
-
-
-class Lineage(Record):
-    """Where an adapter comes from; everything of its manifest that its files do not say."""
-
-    domain: str
-    domain_digest: str
-    stage: Literal["sft", "grpo"]
-    parent: str | None = None
-    cycle_id: CycleId | None = None
-    recipe: Recipe | None = None
-    tasks: list[str] = Field(default_factory=list[str])
-    runs: list[str] = Field(default_factory=list[str])
-    corrections: list[str] = Field(default_factory=list[str])
-    metrics: dict[str, Json] = Field(default_factory=dict[str, Any])
 
 
 # ---------------------------------------------------------------- rows

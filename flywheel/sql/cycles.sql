@@ -48,9 +48,12 @@ WHERE tenant_id = %(tenant_id)s AND cycle_id = %(cycle_id)s
 ORDER BY seq;
 
 -- name: tenants
-SELECT DISTINCT tenant_id FROM runtime.runs_v1
-WHERE domain = %(domain)s AND kind = 'production' AND created_at < %(before)s
-ORDER BY tenant_id;
+SELECT tenant.tenant_id FROM runtime.tenants_v1 AS tenant
+WHERE EXISTS (
+    SELECT 1 FROM runtime.runs_v1 AS run
+    WHERE run.tenant_id = tenant.tenant_id AND run.domain = %(domain)s
+      AND run.kind = 'production' AND run.created_at < %(before)s)
+ORDER BY tenant.tenant_id;
 
 -- name: claim_cycle
 -- One worker at a time; the fence rises, so that a worker that went silent writes no more.

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from flywheel.lessons.pool import PoolStore
-from flywheel.records import Adapter, PoolTask, Sample, Stage, StageName
-from flywheel.release.adapters import AdapterStore, Lineage, register
+from flywheel.records import Adapter, Lineage, PoolTask, Sample, Stage, StageName
+from flywheel.release.adapters import AdapterStore, register
 from flywheel.release.holds import hold
 from flywheel.release.hot_load import load, unload
 from flywheel.rollouts import model_calls, samples

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from deploy.bench import Load, clients, engine_process, reloads
 from flywheel.bridge import Bridge
-from flywheel.release.adapters import Lineage, policy_of, register
+from flywheel.records import Lineage
+from flywheel.release.adapters import policy_of, register
 from flywheel.release.aliases import promote
 from flywheel.release.hot_load import load, probe, unload
 from flywheel.release.reconciler import reconcile

@@ -15,9 +15,9 @@ import psycopg
 import pytest
 
 from flywheel.bridge import Bridge
-from flywheel.records import Adapter, AdapterStatus, Decision, Outcome, Score
+from flywheel.records import Adapter, AdapterStatus, Decision, Lineage, Outcome, Score
 from flywheel.release import shelf
-from flywheel.release.adapters import AdapterStore, Lineage, policy_of, register, verify
+from flywheel.release.adapters import AdapterStore, policy_of, register, verify
 from flywheel.release.aliases import promote, releases, roll_back
 from flywheel.release.holds import hold
 from flywheel.release.hot_load import load, unload

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.demo.tasks import MessageFiles, decisive, from_files, generated, is_right
+from deploy.demo.tasks import MessageFiles, from_files, generated, is_right
+from flywheel.lessons.compiler import decisive_fields
 from runtime.domain import Domain
 from runtime.errors import InputError
 from tests.fixtures.demo_runs import task_of
@@ -74,7 +75,7 @@ def test_too_few_messages_are_told_with_their_file(triage: Domain, files: Messag
 
 
 def test_right_is_what_decides(triage: Domain) -> None:
-    task, fields = task_of("t0"), decisive(triage)
+    task, fields = task_of("t0"), decisive_fields(triage)
     assert fields == ("queue", "priority")
     assert is_right(task, {"queue": "cards", "priority": "low", "reason": "other"}, fields)
     assert not is_right(task, {"queue": "cards", "priority": "high", "reason": "card"}, fields)

@@ -82,6 +82,9 @@ END $$;
 
 -- ---------------------------------------------------------------- views, version 1
 
+CREATE VIEW runtime.tenants_v1 AS
+SELECT tenant_id, name FROM runtime.tenants;
+
 CREATE VIEW runtime.runs_v1 AS
 SELECT run.tenant_id, run.id, run.kind, run.domain, run.domain_digest, run.task, run.policy,
        run.policy ->> 'id' AS policy_id, run.sampling, run.state, run.reason, run.answer,

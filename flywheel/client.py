@@ -23,7 +23,7 @@ from flywheel.schemas import (
     ReleaseView,
     RollBack,
 )
-from runtime.client import NoriaClient, checked, read
+from runtime.client import NoriaClient, checked, read, segment
 
 IMPORT_VALUES = 10_000
 """JSON values in one import request at most; the API refuses bodies of more than twice as many."""
@@ -56,7 +56,7 @@ class WheelClient(NoriaClient):
         return OpenedCycle(read(CycleView, answer), answer.status_code == 202)
 
     def cycle(self, cycle_id: str) -> CycleView:
-        return read(CycleView, self._call("GET", f"/v1/cycles/{cycle_id}"))
+        return read(CycleView, self._call("GET", f"/v1/cycles/{segment(cycle_id)}"))
 
     def cycles(self, domain: str | None = None, *, limit: int = 50) -> list[CycleView]:
         """Newest first, without their stages."""
@@ -65,7 +65,8 @@ class WheelClient(NoriaClient):
 
     def stop_cycle(self, cycle_id: str) -> CycleView:
         """Asks; the cycle ends within seconds."""
-        return read(CycleView, self._call("POST", f"/v1/cycles/{cycle_id}/stop", repeatable=True))
+        path = f"/v1/cycles/{segment(cycle_id)}/stop"
+        return read(CycleView, self._call("POST", path, repeatable=True))
 
     # ------------------------------------------------------------ pool
 
@@ -112,7 +113,7 @@ class WheelClient(NoriaClient):
         return read(AdapterList, self._call("GET", "/v1/adapters", query=query)).adapters
 
     def adapter(self, name: str) -> AdapterView:
-        return read(AdapterView, self._call("GET", f"/v1/adapters/{name}"))
+        return read(AdapterView, self._call("GET", f"/v1/adapters/{segment(name)}"))
 
     def promote(self, adapter: str, *, reason: str, alias: str = "production") -> ReleaseView:
         """Let an adapter serve an alias: loaded, probed and switched when this returns."""

@@ -35,7 +35,7 @@ from flywheel.stages.turn import Answer, Done, Ended, Turn, Waiting
 from flywheel.store import transaction
 from flywheel.training.errors import TrainingStopped
 from flywheel.wheel import Wheel
-from runtime.errors import InputError, LeaseLost, NoriaError, NotFound
+from runtime.errors import Conflict, InputError, LeaseLost, NoriaError, NotFound
 from runtime.run import TenantId
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,8 @@ def open_cycle(
 ) -> tuple[Cycle, bool]:
     """A new cycle of the domain and True; or the one that runs (or ran, at night) and False.
 
-    Raises NotFound for a domain without recipe, InputError for a profile or level it does not have.
+    Raises NotFound for a domain without recipe, InputError for a profile or level it does not have,
+    Conflict where the one that runs is about to stop.
     """
     options = options or CycleOptions()
     recipe = _recipe(wheel, domain, options)
@@ -96,7 +97,10 @@ def open_cycle(
         there = opened or store.running(tenant_id, domain)
         there = there or store.nightly(tenant_id, domain, date)
         assert there is not None, "what kept the cycle from being opened exists"
-        return store.get(tenant_id, there), opened is not None
+        cycle = store.get(tenant_id, there)
+    if cycle.stop_requested and cycle.state is CycleState.RUNNING:
+        raise Conflict(f"cycle {cycle.id} is stopping; ask again in a few seconds")
+    return cycle, opened is not None
 
 
 def _recipe(wheel: Wheel, domain: str, options: CycleOptions) -> Recipe:

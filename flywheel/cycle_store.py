@@ -223,7 +223,7 @@ class CycleStore(Statements):
         reason: str,
         names: Sequence[StageName] | None = None,
     ) -> None:
-        """Mark what has not begun (of `names`, where given) as skipped."""
+        """Mark what has not begun (of `names`) as skipped; without names, all that is not over."""
         self._run(
             "skip_stages",
             tenant_id=tenant_id,

@@ -15,6 +15,7 @@ from datetime import datetime
 from http import HTTPStatus
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from urllib.parse import quote
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -152,7 +153,7 @@ class NoriaClient:
         return read(RunView, answer)
 
     def run(self, run_id: str) -> RunView:
-        return read(RunView, self._call("GET", f"/v1/runs/{run_id}"))
+        return read(RunView, self._call("GET", f"/v1/runs/{segment(run_id)}"))
 
     def runs(
         self,
@@ -173,10 +174,10 @@ class NoriaClient:
             query["cursor"] = page.next_cursor
 
     def trajectory(self, run_id: str) -> Trajectory:
-        return read(Trajectory, self._call("GET", f"/v1/runs/{run_id}/trajectory"))
+        return read(Trajectory, self._call("GET", f"/v1/runs/{segment(run_id)}/trajectory"))
 
     def cancel(self, run_id: str) -> RunView:
-        return read(RunView, self._call("POST", f"/v1/runs/{run_id}/cancel"))
+        return read(RunView, self._call("POST", f"/v1/runs/{segment(run_id)}/cancel"))
 
     def feedback(
         self,
@@ -196,7 +197,8 @@ class NoriaClient:
         }
         said = {name: value for name, value in given.items() if value is not None}
         body = checked(GiveFeedback, said)
-        return read(FeedbackTaken, self._call("POST", f"/v1/runs/{run_id}/feedback", body=body))
+        path = f"/v1/runs/{segment(run_id)}/feedback"
+        return read(FeedbackTaken, self._call("POST", path, body=body))
 
     # ------------------------------------------------------------ events
 
@@ -208,7 +210,7 @@ class NoriaClient:
             try:
                 with self._stream(run_id, after) as answer:
                     over = answer.status_code == HTTPStatus.NO_CONTENT
-                    for event in _parse_events(answer.iter_lines()):
+                    for event in _parse_events(answer):
                         yield event
                         after = event.seq
                         over = over or isinstance(event.body, Finished)
@@ -223,7 +225,7 @@ class NoriaClient:
     def _stream(self, run_id: str, after: int) -> Generator[httpx.Response]:
         request = self._http.build_request(
             "GET",
-            f"/v1/runs/{run_id}/events",
+            f"/v1/runs/{segment(run_id)}/events",
             headers={"Accept": "text/event-stream", "Last-Event-ID": str(after)},
             timeout=httpx.Timeout(self._timeout, read=max(self._timeout, STREAM_SILENCE)),
         )
@@ -239,7 +241,7 @@ class NoriaClient:
         return read(DomainList, self._call("GET", "/v1/domains")).domains
 
     def domain(self, name: str) -> DomainView:
-        return read(DomainView, self._call("GET", f"/v1/domains/{name}"))
+        return read(DomainView, self._call("GET", f"/v1/domains/{segment(name)}"))
 
     def create_key(
         self,
@@ -257,7 +259,7 @@ class NoriaClient:
         return read(KeyList, self._call("GET", "/v1/keys")).keys
 
     def revoke_key(self, key_id: str) -> None:
-        self._call("DELETE", f"/v1/keys/{key_id}")
+        self._call("DELETE", f"/v1/keys/{segment(key_id)}")
 
     def ready(self) -> bool:
         """Whether the API can take work now; asks once, without retries."""
@@ -322,25 +324,44 @@ def _retry_after(answer: httpx.Response) -> float | None:
     return min(float(value), LONGEST_PAUSE) if value.isdecimal() else None
 
 
+def segment(name: str) -> str:
+    """One segment of a path, whatever the name holds: dots and slashes lead nowhere else."""
+    whole = name.replace("/", "%2F")  # quoted twice: servers decode once before they route
+    return quote(whole, safe="", errors="replace").replace(".", "%2E")
+
+
 def checked(model: type[_View], values: Mapping[str, Any]) -> _View:
     """A request body, refused here with the words the server would use."""
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:
-        wrong = [
-            FieldProblem(field=".".join(map(str, each["loc"])) or "body", message=each["msg"])
-            for each in error.errors(include_url=False)
-        ]
+        wrong = _wrong(error)
         detail = "; ".join(f"{each.field}: {each.message}" for each in wrong)
         raise ApiProblem(422, "Unprocessable Content", detail, wrong) from error
 
 
+def _wrong(error: ValidationError) -> list[FieldProblem]:
+    return [
+        FieldProblem(field=".".join(map(str, each["loc"])) or "body", message=each["msg"])
+        for each in error.errors(include_url=False)
+    ]
+
+
 def read(model: type[_View], answer: httpx.Response) -> _View:
+    return _parsed(model, answer.content, answer)
+
+
+def _parsed(model: type[_View], content: str | bytes, answer: httpx.Response) -> _View:
     try:
-        return model.model_validate_json(answer.content)
+        return model.model_validate_json(content)
     except ValidationError as error:
-        detail = f"{answer.url} did not answer as this client's version expects: {error}"
-        raise ApiProblem(answer.status_code, "Unexpected answer", detail) from error
+        wrong = _wrong(error)
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        detail = (
+            f"{answer.url} did not answer as this client's version expects: "
+            f"{wrong[0].field}: {wrong[0].message}{more}"
+        )
+        raise ApiProblem(answer.status_code, "Unexpected answer", detail, wrong) from error
 
 
 def _problem(answer: httpx.Response) -> ApiProblem:
@@ -353,12 +374,12 @@ def _problem(answer: httpx.Response) -> ApiProblem:
     return ApiProblem(told.status, told.title, told.detail, told.errors)
 
 
-def _parse_events(lines: Iterator[str]) -> Iterator[EventView]:
+def _parse_events(answer: httpx.Response) -> Iterator[EventView]:
     """Events of a server-sent stream; comments and fields the client does not need are skipped."""
     data: list[str] = []
-    for line in lines:
+    for line in answer.iter_lines():
         if line.startswith("data:"):
             data.append(line[len("data:") :].removeprefix(" "))
         elif not line and data:
-            yield EventView.model_validate_json("\n".join(data))
+            yield _parsed(EventView, "\n".join(data), answer)
             data.clear()

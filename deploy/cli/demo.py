@@ -30,7 +30,9 @@ GATE_TASKS = 48
 
 def demo_command(
     easy: Annotated[bool, typer.Option("--easy/--full", help="Level of the tasks.")] = True,
-    seed: Annotated[int, typer.Option(min=0, help="Another seed draws other tasks.")] = 1,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Another seed draws other tasks.")
+    ] = 1,
     fast: Annotated[
         bool, typer.Option("--fast", help="As little as shows that every part works.")
     ] = False,

@@ -30,7 +30,9 @@ def import_tasks(
     domain: Annotated[str, typer.Option(autocompletion=complete_domain)],
     task_map: Annotated[Path, typer.Option("--map", metavar="MAP.yaml", help="Column → field.")],
     split: Annotated[str, typer.Option(help="practice, gate or report.")] = "practice",
-    seed: Annotated[int, typer.Option(min=0, help="Of what the map has generated.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Of what the map has generated.")
+    ] = 0,
     as_json: Json = False,
 ) -> None:
     """Put the rows of a CSV file into the pool; the next cycle validates them."""
@@ -40,7 +42,7 @@ def import_tasks(
     if as_json:
         print_json({"rows": len(tasks), **taken.model_dump(mode="json")})
     else:
-        known = f"; {taken.known} were there already" if taken.known else ""
+        known = f"; {taken.known} known already or twice in the file" if taken.known else ""
         console.print(f"{len(tasks)} rows: {taken.stored} new tasks in the pool{known}")
 
 

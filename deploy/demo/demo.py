@@ -193,8 +193,9 @@ class Demo:
 
     def _turn(self) -> CycleView:
         """One cycle, followed to its end. Raises CannotRun where it fails or is stopped."""
+        cycle_id = self._open_cycle()
         with self.journal.timed("cycle"):
-            cycle = follow(self.client, self._open_cycle(), self.show.console)
+            cycle = follow(self.client, cycle_id, self.show.console)
         if cycle.state is not CycleState.DONE:
             self.journal.note(cycle_id=None)
             raise CannotRun(

@@ -3,7 +3,8 @@
 A map (YAML) says which column holds the message, which its label, and which of the domain's
 labels each label of the file stands for; the domain's `imported` makes the task and derives
 everything else by its rules. Reading reports every row that is wrong, by number, and yields nothing
-then; storing is one transaction. Importing a file again changes nothing.
+then; storing is one transaction. Importing a file again changes nothing. Nobody can learn two
+answers to one question: rows that contradict each other, or the pool, are refused.
 
 Rows are numbered as spreadsheets number them: the header is row 1. Files are read into memory and
 are bounded in size; larger sets are split by their owner.
@@ -11,7 +12,9 @@ are bounded in size; larger sets are split by their owner.
 
 import csv
 import io
+import json
 import re
+import stat
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +23,8 @@ from typing import Any, Literal, NamedTuple
 import yaml
 from pydantic import Field, ValidationError
 
-from flywheel.lessons.pool import PoolStore, Split, pool_task
+from flywheel.lessons.compiler import decisive_fields
+from flywheel.lessons.pool import PoolStore, Split, content_digest, pool_task
 from flywheel.schemas import Imported, ImportedTask
 from flywheel.store import Connection
 from runtime.domain import Domain, ImportSource, validate_answer, validate_input
@@ -28,9 +32,12 @@ from runtime.errors import InputError
 from runtime.run import Json, Record, Task, TenantId
 
 MAX_BYTES = 64 << 20
+MAX_MAP_BYTES = 1 << 20
 MAX_ROWS = 100_000
 MAX_NAMED = 20
 """Different faults told of one file; rows named of one fault."""
+SHOWN = 120
+"""Characters of a contradicted question."""
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 """Text that Postgres cannot hold."""
 
@@ -60,9 +67,10 @@ class Row(NamedTuple):
 
 def read_map(path: Path) -> TaskMap:
     """Raises InputError naming the file, and each key that is wrong or missing."""
+    text = _text(path, MAX_MAP_BYTES)
     try:
-        raw = yaml.safe_load(_text(path))
-    except yaml.YAMLError as error:
+        raw = yaml.safe_load(text)
+    except Exception as error:  # depth, tags and dates: PyYAML lets through whatever they raise
         raise InputError(f"{path}: no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict):
         raise InputError(f"{path}: a map is an object with the keys {_keys()}")
@@ -88,7 +96,8 @@ def read_tasks(csv_path: Path, task_map: TaskMap, domain: Domain, seed: int) -> 
     """A task for each row, in the file's order.
 
     Raises InputError naming the file and every wrong row: unknown columns and labels with those
-    that exist, texts the domain does not take, cells that are missing or too many.
+    that exist, texts the domain does not take, cells that are missing or too many, the same input
+    with different answers.
     """
     source = domain.source
     if not isinstance(source, ImportSource):
@@ -103,6 +112,9 @@ def read_tasks(csv_path: Path, task_map: TaskMap, domain: Domain, seed: int) -> 
             tasks.append(_imported(domain, source.imported(row.text, label, seed=seed), row.number))
         except InputError as error:
             faults.add(row.number, str(error))
+    decisive = decisive_fields(domain)
+    told = (_told(_json(each.input), each.expectation, decisive, each.row) for each in tasks)
+    _contradictions(told, faults)
     faults.raise_any()
     if not tasks:
         raise InputError(f"{csv_path}: there is no row below the header")
@@ -132,7 +144,7 @@ def _imported(domain: Domain, task: Task, row: int) -> ImportedTask:
 
 def _rows(path: Path, task_map: TaskMap, faults: "_Faults") -> Iterator[Row]:
     """The rows that can be read; the others are faults. Raises InputError for the file itself."""
-    reader = csv.reader(io.StringIO(_text(path), newline=""), strict=True)
+    reader = csv.reader(io.StringIO(_text(path, MAX_BYTES), newline=""), strict=True)
     number = 0
     try:
         header, number = next(reader, []), 1
@@ -153,18 +165,13 @@ def _column(path: Path, header: Sequence[str], name: str) -> int:
         return header.index(name)
     if name in header:
         raise InputError(f"{path}: there are {header.count(name)} columns {name!r}; keep one")
-    columns = ", ".join(header) or "none: the file is empty"
+    columns = ", ".join(header) or "none: the first line is empty"
     raise InputError(f"{path}: there is no column {name!r}; columns: {columns}")
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, at_most: int) -> str:
     """The file's text. Raises InputError naming what cannot be read, and how to mend it."""
-    try:
-        if (size := path.stat().st_size) > MAX_BYTES:
-            raise InputError(f"{path}: {size} bytes; at most {MAX_BYTES}; split the file")
-        raw = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    raw = _bytes(path, at_most)
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -172,6 +179,19 @@ def _text(path: Path) -> str:
         raise InputError(
             f"{path}: line {line}: not UTF-8 (byte 0x{raw[error.start]:02x}); save it as UTF-8"
         ) from error
+
+
+def _bytes(path: Path, at_most: int) -> bytes:
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe may never speak, a device never end
+            raise InputError(f"{path}: no regular file; save it as one")
+        with path.open("rb") as file:
+            raw = file.read(at_most + 1)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(raw) > at_most:
+        raise InputError(f"{path}: more than {at_most} bytes; shorten or split it")
+    return raw
 
 
 class _Faults:
@@ -203,6 +223,50 @@ def _row_numbers(rows: Sequence[int]) -> str:
     return f"rows {', '.join(map(str, rows[:MAX_NAMED]))}{more}"
 
 
+# ---------------------------------------------------------------- contradictions
+
+
+class _Told(NamedTuple):
+    """One answer to one question."""
+
+    question: str
+    answer: str
+    row: int | None
+    """None where the pool says it."""
+    by: str
+
+
+def _told(
+    question: str,
+    right: Mapping[str, Json] | None,
+    decisive: Sequence[str],
+    row: int | None = None,
+    by: str | None = None,
+) -> _Told:
+    answer = {name: (right or {}).get(name) for name in decisive}
+    return _Told(question, _json(answer), row, by or f"row {row}")
+
+
+def _contradictions(told: Iterable[_Told], faults: _Faults) -> None:
+    """A fault of every row whose question is answered differently elsewhere."""
+    questions: defaultdict[str, list[_Told]] = defaultdict(list)
+    for each in told:
+        questions[each.question].append(each)
+    for question, found in questions.items():
+        first: dict[str, str] = {}
+        for each in found:
+            first.setdefault(each.answer, each.by)
+        if len(first) > 1:
+            said = "; ".join(f"{by} says {answer}" for answer, by in first.items())
+            for each in found:
+                if each.row:
+                    faults.add(each.row, f"{said}; keep one answer to {question[:SHOWN]}")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+
 # ---------------------------------------------------------------- into the pool
 
 
@@ -217,23 +281,46 @@ def store_imported(
     """Put tasks into the pool, pending: the next cycle proves them.
 
     Raises InputError naming each wrong task, by its row where it has one; nothing is stored then.
+    Wrong is also what contradicts another task of the import, or a pending or admitted one.
     """
     faults = _Faults(f"import into {domain.name}")
     whole = list(_whole(domain, tasks, faults))
-    faults.raise_any()
     pool = PoolStore(connection)
+    in_pool = pool.of_inputs(tenant_id, domain.name, [task.input for _, task in whole])
+    decisive = decisive_fields(domain)
+    told = [
+        _told(_asked(each.task), each.task.expectation, decisive, by=f"{each.id} in the pool")
+        for each in in_pool
+    ]
+    told += [_told(_asked(task), task.expectation, decisive, row) for row, task in whole]
+    _contradictions(told, faults)
+    faults.raise_any()
     stored = sum(
         pool.add(pool_task(tenant_id, domain, task, origin="import", split=split, by=by))
-        for task in whole
+        for _, task in whole
     )
     return Imported(stored=stored, known=len(whole) - stored)
 
 
-def _whole(domain: Domain, tasks: Iterable[ImportedTask], faults: _Faults) -> Iterator[Task]:
+def _asked(task: Task) -> str:
+    """The input for people to read, and a digest of all that an answer depends on."""
+    return f"{_json(task.input)} {content_digest(task.model_copy(update={'expectation': None}))}"
+
+
+def _whole(
+    domain: Domain, tasks: Iterable[ImportedTask], faults: _Faults
+) -> Iterator[tuple[int, Task]]:
+    """Each right task, with its row."""
     for number, each in enumerate(tasks, start=1):
+        row = each.row or number
         try:
             given, expected = _check(domain, each.input, each.expectation, each.connectors)
-            yield Task(
+        except InputError as error:
+            faults.add(row, str(error))
+            continue
+        yield (
+            row,
+            Task(
                 id="",
                 domain=domain.name,
                 input=given,
@@ -241,9 +328,8 @@ def _whole(domain: Domain, tasks: Iterable[ImportedTask], faults: _Faults) -> It
                 seed=each.seed,
                 connectors=dict(each.connectors),
                 expectation=expected,
-            )
-        except InputError as error:
-            faults.add(each.row or number, str(error))
+            ),
+        )
 
 
 def _check(

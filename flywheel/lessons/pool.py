@@ -17,7 +17,7 @@ from flywheel.records import CycleId, PoolStatus, PoolTask, PoolTaskId
 from flywheel.store import Statements, as_json
 from runtime.domain import Domain
 from runtime.errors import NotFound
-from runtime.run import ModelCall, RunId, Task, TenantId
+from runtime.run import Json, ModelCall, RunId, Task, TenantId
 
 Split = Literal["practice", "gate", "report"]
 Origin = Literal["correction", "import"]
@@ -143,6 +143,14 @@ class PoolStore(Statements):
         """Newest first."""
         status = PoolStatus.ADMITTED
         return self.page(tenant_id, domain=domain, status=status, split=split, limit=limit)
+
+    def of_inputs(
+        self, tenant_id: TenantId, domain: str, inputs: Sequence[dict[str, Json]]
+    ) -> list[PoolTask]:
+        """Pending and admitted tasks whose input is one of these, newest first."""
+        asked = [as_json(each) for each in inputs]
+        rows = self._all("get_of_inputs", tenant_id=tenant_id, domain=domain, inputs=asked)
+        return self._whole(tenant_id, rows)
 
     def counts(self, tenant_id: TenantId, domain: str | None = None) -> dict[str, int]:
         """Status → tasks, of one domain or of all; statuses without tasks count 0."""

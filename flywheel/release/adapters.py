@@ -87,7 +87,7 @@ class AdapterStore(Statements):
         return [Adapter.model_validate(row) for row in rows]
 
     def desired(self) -> list[Adapter]:
-        """Every tenant's loaded adapters: aliased ones first, then the newest."""
+        """Every tenant's loaded or aliased adapters: aliased ones first, then the newest."""
         return [Adapter.model_validate(row) for row in self._all("desired_adapters")]
 
     def residents(self, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -100,7 +100,7 @@ class AdapterStore(Statements):
         return [(row["domain"], row["alias"]) for row in rows]
 
     def set_loaded(self, tenant_id: TenantId, name: str, loaded: bool) -> None:
-        """Say whether the reconciler shall keep it resident."""
+        """Say whether the reconciler shall keep it resident; it keeps what is aliased anyway."""
         self._run("set_loaded", tenant_id=tenant_id, name=name, loaded=loaded)
 
     def set_status(self, tenant_id: TenantId, name: str, status: AdapterStatus) -> None:

@@ -1,9 +1,10 @@
 """Make the engine serve an adapter, and believe it only after a probe.
 
 The row says first that the adapter shall be resident, then the engine loads it, then it is probed:
-whoever dies in between leaves a desire that the reconciler fulfils or takes back. Resident adapters
-are pinned, so that none that is wanted makes room by accident; where the engine has no room, the
-registered adapter that is needed least goes.
+whoever dies in between leaves a desire that the reconciler fulfils or takes back. What an alias
+resolves to is desired as long as it does, whatever becomes of an attempt to load it once more.
+Resident adapters are pinned, so that none that is wanted makes room by accident; where the engine
+has no room, the registered adapter that is needed least goes.
 
 The probe samples single tokens at temperature 1 with fixed seeds at the points where the trainer
 wrote down its log-probabilities. It passes where the engine says it served the name asked for, its
@@ -170,8 +171,8 @@ def load(wheel: Wheel, adapter: Adapter, *, tolerance: Tolerance | None = None) 
 
     Raises AdapterRefused where its files or its base are wrong, ProbeFailed where the engine serves
     something else, EngineRefused in the engine's words, Conflict where the engine has no room; then
-    it is neither resident nor desired. Raises EngineUnavailable where the engine is away; then the
-    reconciler loads it later.
+    it is neither resident nor desired, or, where an alias resolves to it, as it was before. Raises
+    EngineUnavailable where the engine is away; then the reconciler loads it later.
     """
     demand_base(wheel, adapter)
     verify(adapter)
@@ -184,13 +185,18 @@ def load(wheel: Wheel, adapter: Adapter, *, tolerance: Tolerance | None = None) 
 
 
 def serve(wheel: Wheel, adapter: Adapter, *, tolerance: Tolerance | None = None) -> ProbeReport:
-    """Make the engine serve the adapter, whatever is desired; `load` without the bookkeeping."""
+    """Make the engine serve the adapter, whatever is desired; `load` without the bookkeeping.
+
+    One that fails its probe stays resident only where it was before.
+    """
     demand_base(wheel, adapter)
     verify(adapter)
     points = probe_points(adapter)
-    make_resident(wheel, adapter)
+    loaded_now = make_resident(wheel, adapter)
     report = wheel.bridge.call(probe(wheel.engine, adapter.name, points, tolerance=tolerance))
     if not report.passed:
+        if loaded_now:
+            drop(wheel, adapter.name)
         raise ProbeFailed(
             f"{adapter.name} is not served as it was trained: {'; '.join(report.reasons)}",
             report=report.model_dump(mode="json"),
@@ -227,7 +233,10 @@ def _desire(wheel: Wheel, tenant_id: TenantId, name: str, *, loaded: bool) -> No
 
 
 def withdraw(wheel: Wheel, adapter: Adapter) -> None:
-    """Not desired any more, and not resident unless another tenant desires the same weights."""
+    """Not desired any more unless an alias resolves to it, and not resident unless desired.
+
+    Another tenant may desire the same weights.
+    """
     _desire(wheel, adapter.tenant_id, adapter.name, loaded=False)
     with transaction(wheel.url) as connection:
         desired = {each.name for each in AdapterStore(connection).desired()}
@@ -264,14 +273,17 @@ class Resident:
     """Queued or running runs are pinned to it."""
 
 
-def make_resident(wheel: Wheel, adapter: Adapter) -> None:
-    """Load it into the engine unless it is there, making room where there is none.
+def make_resident(wheel: Wheel, adapter: Adapter) -> bool:
+    """Load it into the engine, making room where there is none; False where it is there already.
 
     Raises EngineRefused, EngineUnavailable, or Conflict where every resident adapter is needed.
     """
+    missing = False
     while adapter.name not in _served(wheel):
+        missing = True
         if not _loaded(wheel, adapter) and adapter.name not in (served := _served(wheel)):
             _make_room(wheel, adapter, served)
+    return missing
 
 
 def _served(wheel: Wheel) -> list[str]:

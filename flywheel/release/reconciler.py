@@ -74,11 +74,20 @@ def _is_its_own_fault(error: NoriaError) -> bool:
 
 
 def _give_up(wheel: Wheel, adapter: Adapter, reason: str) -> None:
-    withdraw(wheel, adapter)
+    """Roll back its aliases; one that cannot be keeps it desired: the next call tries again."""
     with transaction(wheel.url) as connection:
         aliases = AdapterStore(connection).aliases(adapter.tenant_id, adapter.name)
     for domain, alias in aliases:
         try:
-            roll_back(wheel, adapter.tenant_id, domain, alias=alias, by=BY, reason=reason[:500])
+            roll_back(
+                wheel,
+                adapter.tenant_id,
+                domain,
+                alias=alias,
+                by=BY,
+                reason=reason[:500],
+                leaving=adapter.name,
+            )
         except NoriaError as error:
             log.error("%s of %s could not be rolled back: %s", alias, domain, error)
+    withdraw(wheel, adapter)

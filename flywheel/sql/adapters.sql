@@ -35,15 +35,16 @@ ORDER BY created_at DESC, name DESC
 LIMIT %(limit)s;
 
 -- name: desired_adapters
--- What every tenant wants resident; what an alias resolves to comes first, then the newest.
+-- What every tenant wants resident; what an alias resolves to, which is always wanted, comes first,
+-- then the newest.
 SELECT tenant_id, name, digest, base, domain, folder, stage, cycle_id, status, loaded, manifest,
        decision, created_at
-FROM flywheel.adapters AS adapter
-WHERE loaded
-ORDER BY EXISTS (SELECT FROM runtime.aliases_v1 AS alias
-                 WHERE alias.tenant_id = adapter.tenant_id
-                   AND alias.policy ->> 'id' = adapter.name) DESC,
-         created_at DESC, name DESC;
+FROM flywheel.adapters AS adapter,
+     LATERAL (SELECT EXISTS (SELECT FROM runtime.aliases_v1 AS alias
+                             WHERE alias.tenant_id = adapter.tenant_id
+                               AND alias.policy ->> 'id' = adapter.name) AS aliased) AS needed
+WHERE loaded OR aliased
+ORDER BY aliased DESC, created_at DESC, name DESC;
 
 -- name: residents
 -- Of the names an engine serves, the registered ones, and what still needs each of them.
@@ -65,7 +66,11 @@ WHERE tenant_id = %(tenant_id)s AND policy ->> 'id' = %(name)s
 ORDER BY domain, alias;
 
 -- name: set_loaded
-UPDATE flywheel.adapters SET loaded = %(loaded)s
+-- What an alias resolves to stays loaded, whatever is said.
+UPDATE flywheel.adapters AS adapter
+SET loaded = %(loaded)s OR EXISTS (SELECT FROM runtime.aliases_v1 AS alias
+                                   WHERE alias.tenant_id = adapter.tenant_id
+                                     AND alias.policy ->> 'id' = adapter.name)
 WHERE tenant_id = %(tenant_id)s AND name = %(name)s;
 
 -- name: set_status

@@ -140,7 +140,8 @@ WHERE tenant_id = %(tenant_id)s AND id = %(id)s AND fence = %(fence)s;
 -- name: skip_stages
 UPDATE flywheel.stages
 SET state = 'skipped', reason = %(reason)s, finished_at = now()
-WHERE tenant_id = %(tenant_id)s AND cycle_id = %(cycle_id)s AND state IN ('pending', 'waiting')
+WHERE tenant_id = %(tenant_id)s AND cycle_id = %(cycle_id)s
+  AND (state IN ('pending', 'waiting') OR (state = 'running' AND %(names)s::text[] IS NULL))
   AND (%(names)s::text[] IS NULL OR name = ANY (%(names)s));
 
 -- name: end_cycle

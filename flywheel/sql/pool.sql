@@ -43,6 +43,16 @@ WHERE tenant_id = %(tenant_id)s
 ORDER BY created_at DESC, id DESC
 LIMIT %(limit)s;
 
+-- name: get_of_inputs
+-- What counts or will, of these inputs.
+SELECT tenant_id, id, domain, domain_digest, origin, source_run, source_by, split, task,
+       expectation, content_digest, snapshot, status, reason, demonstration, cycle_id, fixed_by,
+       created_at
+FROM flywheel.pool_tasks
+WHERE tenant_id = %(tenant_id)s AND domain = %(domain)s AND status IN ('pending', 'admitted')
+  AND task->'input' = ANY(%(inputs)s::jsonb[])
+ORDER BY created_at DESC, id DESC;
+
 -- name: get_files
 SELECT task_id, path, content FROM flywheel.pool_files
 WHERE tenant_id = %(tenant_id)s AND task_id = ANY(%(ids)s)

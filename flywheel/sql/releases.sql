@@ -1,8 +1,9 @@
 -- Releases: switches of an alias, in the runtime's own record of them; holds on practice runs.
 
 -- name: switch_alias
+-- NULL where the alias does not resolve to the expected policy, or to the new one already.
 SELECT runtime.switch_alias_v1(
-    %(tenant_id)s, %(domain)s, %(alias)s, %(policy)s::jsonb, %(fallback)s::jsonb,
+    %(tenant_id)s, %(domain)s, %(alias)s, %(expected)s, %(policy)s::jsonb, %(fallback)s::jsonb,
     %(by)s, %(reason)s, true
 ) AS id;
 

@@ -139,6 +139,31 @@ def test_problems_are_readable_and_name_the_field(client: NoriaClient) -> None:
         client.create_run("letters", MESSAGE, files={"../up": b""})
 
 
+class Stranger(httpx.BaseTransport):
+    """Whatever answers at the address, it is no Noria of this version."""
+
+    def __init__(self, content: str) -> None:
+        self._content = content
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, text=self._content, request=request)
+
+
+@pytest.mark.parametrize("content", ["<html>", "{}", "[]", 'data: {"seq": "x"}\n\n'])
+def test_an_answer_of_another_shape_is_one_sentence(content: str) -> None:
+    with NoriaClient("http://stranger", "key", transport=Stranger(content)) as client:
+        for ask in (client.run, client.trajectory, client.domain):
+            with pytest.raises(ApiProblem, match=r"stranger/v1/.* did not answer as") as refused:
+                ask("x")
+            assert "\n" not in str(refused.value)
+    with NoriaClient("http://stranger", "key", transport=Stranger("data: {}\n\n")) as client:
+        with pytest.raises(
+            ApiProblem, match=r"/events did not answer as .* and [0-9] more"
+        ) as told:
+            next(client.events("x"))
+        assert "\n" not in str(told.value)
+
+
 # ---------------------------------------------------------------- retries
 
 

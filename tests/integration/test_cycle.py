@@ -27,7 +27,7 @@ from flywheel.training.errors import TrainingFailed, TrainingStopped
 from flywheel.wheel import Wheel
 from runtime.database import migrate
 from runtime.domain import Domain
-from runtime.errors import InputError, NotFound, StoreError
+from runtime.errors import Conflict, InputError, NotFound, StoreError
 from runtime.run import TenantId
 
 TENANT = TenantId("default")
@@ -277,7 +277,19 @@ def test_stopping_ends_a_cycle_also_in_the_middle_of_its_training(
     answering(monkeypatch, StageName.MINE, training)
     cycle = opened(wheel)
     assert advance(wheel, TENANT, cycle.id, owner="one") is Advance.ENDED
-    assert reread(wheel, cycle)[0].state is CycleState.STOPPED
+    after, stages = reread(wheel, cycle)
+    assert after.state is CycleState.STOPPED
+    assert {stage.state for stage in stages} == {StageState.SKIPPED}
+
+
+def test_nobody_joins_a_cycle_that_is_stopping(wheel: Wheel, ran: list[str]) -> None:
+    cycle = opened(wheel)
+    stop_cycle(wheel, TENANT, cycle.id)
+    with pytest.raises(Conflict, match="is stopping"):
+        open_cycle(wheel, TENANT, DOMAIN)
+    turn_until_ended(wheel, cycle)
+    _, new = open_cycle(wheel, TENANT, DOMAIN)
+    assert new
 
 
 def test_a_worker_that_goes_down_gives_its_stage_back(

@@ -1,6 +1,7 @@
 """Registering, promoting, rolling back and reconciling on a real Postgres, with a fake engine."""
 
 import datetime as dt
+import itertools
 import json
 import os
 import threading
@@ -16,7 +17,7 @@ import pytest
 
 from flywheel.bridge import Bridge
 from flywheel.records import Adapter, AdapterStatus, Decision, Lineage, Outcome, Score
-from flywheel.release import shelf
+from flywheel.release import aliases, shelf
 from flywheel.release.adapters import AdapterStore, policy_of, register, verify
 from flywheel.release.aliases import promote, releases, roll_back
 from flywheel.release.holds import hold
@@ -76,6 +77,9 @@ class Place:
     def now(self, adapter: Adapter) -> Adapter:
         with transaction(self.wheel.url) as connection:
             return AdapterStore(connection).get(TENANT, adapter.name)
+
+    def served(self) -> list[str]:
+        return self.wheel.bridge.call(self.engine.models())
 
     def alias(self) -> Policy | None:
         async def read() -> Policy | None:
@@ -390,7 +394,134 @@ def test_a_promotion_that_fails_its_probe_changes_nothing(place: Place) -> None:
     assert place.now(second).status is AdapterStatus.CANDIDATE
 
 
+def damage_probe(adapter: Adapter) -> None:
+    probe = Path(adapter.folder) / "probe.json"
+    probe.chmod(0o644)
+    probe.write_text("[")
+
+
+def test_a_refused_promotion_leaves_other_aliases_alone(place: Place) -> None:
+    adapter = place.register(1)
+    place.promote(adapter, alias="staging")
+    before = place.now(adapter)
+    place.engine.noise = -1.0
+    with pytest.raises(ProbeFailed):
+        place.promote(adapter)
+    damage_probe(adapter)
+    with pytest.raises(AdapterRefused, match=r"probe\.json .* is damaged"):
+        place.promote(adapter)
+    assert place.alias() is None
+    assert place.now(adapter) == before
+    assert place.served() == [BASE.id, adapter.name]
+
+
+def test_passing_over_an_adapter_leaves_other_aliases_alone(place: Place) -> None:
+    first, second = place.register(1), place.register(2)
+    place.promote(first)
+    place.promote(first, alias="staging")
+    place.promote(second)
+    damage_probe(first)
+    assert place.roll_back().after is None
+    assert place.now(first).loaded
+    assert first.name in place.served()
+
+
+def test_a_failed_probe_leaves_the_engine_as_it_was(place: Place) -> None:
+    adapter = place.register(1)
+    place.promote(adapter, alias="staging")
+    place.engine.restart()
+    place.engine.serves = "base"
+    with pytest.raises(ProbeFailed):
+        place.promote(adapter)
+    assert place.served() == [BASE.id]
+    place.engine.serves = "adapter"
+    assert reconcile(place.wheel) == [adapter.name]
+
+
+def test_promoting_again_makes_it_resident_again(place: Place) -> None:
+    adapter = place.register(1)
+    change = place.promote(adapter)
+    place.engine.restart()
+    assert place.promote(adapter) == change
+    assert place.served() == [BASE.id, adapter.name]
+
+
+# ---------------------------------------------------------------- stale decisions
+
+
+def test_rollbacks_at_once_never_lead_to_where_they_began(place: Place) -> None:
+    adapters = [place.register(seed) for seed in (1, 2, 3)]
+    for adapter in adapters:
+        place.promote(adapter)
+
+    def attempt(n: int) -> str:
+        try:
+            place.roll_back(by=f"b{n}")
+        except Conflict as error:
+            return str(error)
+        return "done"
+
+    with ThreadPoolExecutor(6) as pool:
+        ends = list(pool.map(attempt, range(6)))
+    with transaction(place.wheel.url) as connection:
+        made = releases(connection, TENANT, "letters")
+    assert len(made) == len(adapters) + ends.count("done")
+    assert all(change.before != change.after for change in made)
+    steps = [(older.after, newer.before) for newer, older in itertools.pairwise(made)]
+    assert all(left == found for left, found in steps), "each leaves what the one before led to"
+
+
+@pytest.mark.parametrize("decide", ["promote", "roll_back"])
+def test_a_stale_decision_overwrites_nothing(
+    place: Place, monkeypatch: pytest.MonkeyPatch, decide: str
+) -> None:
+    first, second, third = (place.register(seed) for seed in (1, 2, 3))
+    place.promote(first)
+    place.promote(second)
+
+    def overtaken(*_: object) -> None:
+        with monkeypatch.context() as undone:
+            undone.setattr(aliases, "load", load)
+            place.promote(third, by="eve", reason="faster")
+
+    monkeypatch.setattr(aliases, "load", overtaken)
+    decision = place.roll_back if decide == "roll_back" else lambda: place.promote(first)
+    with pytest.raises(Conflict, match=f"switched to {third.name} by eve .faster. meanwhile"):
+        decision()
+    assert place.alias() == policy_of(third)
+    assert place.now(third).status is AdapterStatus.SERVING
+
+
+def test_promotions_of_one_adapter_at_once_are_one(place: Place) -> None:
+    adapter = place.register(1)
+    with ThreadPoolExecutor(4) as pool:
+        changes = list(pool.map(lambda _: place.promote(adapter), range(4)))
+    assert len({change.id for change in changes}) == 1
+    with transaction(place.wheel.url) as connection:
+        assert releases(connection, TENANT) == [changes[0]]
+
+
+def test_a_rollback_of_what_serves_no_longer_is_refused(place: Place) -> None:
+    first, second = place.register(1), place.register(2)
+    place.promote(first)
+    place.promote(second)
+    with pytest.raises(Conflict, match=f"resolves to {second.name}, no longer to {first.name}"):
+        place.roll_back(leaving=first.name)
+    assert place.roll_back(leaving=second.name).after == first.name
+
+
 # ---------------------------------------------------------------- reconciling
+
+
+def test_whatever_an_alias_resolves_to_is_wanted(place: Place) -> None:
+    adapter = place.register(1)
+    place.promote(adapter)
+    place.engine.restart()
+    with transaction(place.wheel.url) as connection:
+        AdapterStore(connection).set_loaded(TENANT, adapter.name, False)
+        assert AdapterStore(connection).get(TENANT, adapter.name).loaded
+        connection.execute("UPDATE flywheel.adapters SET loaded = false")
+    assert reconcile(place.wheel) == [adapter.name]
 
 
 def test_an_engine_that_forgot_is_told_again(place: Place) -> None:

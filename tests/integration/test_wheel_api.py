@@ -231,6 +231,41 @@ def test_a_wrong_row_is_named_and_nothing_is_stored(client: WheelClient) -> None
         client.import_tasks("nothing", tasks)
 
 
+def test_a_question_has_one_answer_in_an_import_and_in_the_pool(client: WheelClient) -> None:
+    first, other = imported("mine", row=2), imported("mine", "fraud", row=3)
+    with pytest.raises(ApiProblem, match=r"rows 2, 3: row 2 says .*cards.*; row 3 says .*fraud"):
+        client.import_tasks("letters", [first, other])
+    assert client.pool().tasks == []
+    client.import_tasks("letters", [first])
+    [known] = client.pool().tasks
+    with pytest.raises(ApiProblem, match=f"row 3: {known.id} in the pool says .*cards.*fraud"):
+        client.import_tasks("letters", [imported("new", row=2), other])
+    assert client.pool().tasks == [known], "all of an import or nothing"
+    assert client.import_tasks("letters", [imported("new"), first]).known == 1
+    elsewhere = other.model_copy(update={"files": {"policy.md": b"lost means stolen"}})
+    assert client.import_tasks("letters", [elsewhere]).stored == 1, "another question"
+
+
+def test_an_id_reaches_nothing_but_what_it_names(client: WheelClient) -> None:
+    run = client.create_run("letters", {"message": "hello"})
+    for stray in (
+        f"../runs/{run.id}/cancel?x=",
+        f"../runs/{run.id}/cancel#",
+        "..",
+        "\udcff",
+        "%2E",
+    ):
+        with pytest.raises(ApiProblem) as refused:
+            client.stop_cycle(stray)
+        assert refused.value.status == 404, stray
+    for asked in (f"../runs/{run.id}", f"{run.id}/trajectory", f"{run.id}?", "."):
+        for ask in (client.run, client.cycle, client.adapter, client.domain, client.revoke_key):
+            with pytest.raises(ApiProblem) as refused:
+                ask(asked)
+            assert refused.value.status == 404, (ask, asked)
+    assert client.run(run.id).state == "queued"
+
+
 # ---------------------------------------------------------------- adapters and releases
 
 
@@ -323,6 +358,7 @@ def test_a_roll_back_to_the_base_is_recorded_with_who_and_why(
             DEFAULT,
             domain="letters",
             alias="production",
+            expected=None,
             policy=as_json(policy_of(adapter)),
             fallback=as_json(policy_of(adapter)),
             by="cycle",

@@ -1,13 +1,14 @@
 """Labelled messages from a file: what becomes of them, and what each mistake says."""
 
 import dataclasses
+import os
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from flywheel.lessons import importing
-from flywheel.lessons.importing import MAX_NAMED, TaskMap, read_map, read_tasks
+from flywheel.lessons.importing import MAX_MAP_BYTES, MAX_NAMED, TaskMap, read_map, read_tasks
 from runtime.domain import Domain, ImportSource, load_domain, validate_answer, validate_input
 from runtime.errors import DomainError, InputError
 
@@ -120,7 +121,8 @@ def test_many_equal_faults_are_one(file: Path, triage: Domain):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", "there is no column 'text'; columns: none: the file is empty"),
+        ("", "there is no column 'text'; columns: none: the first line is empty"),
+        ("\ntext,category\n", "there is no column 'text'; columns: none: the first line is empty"),
         ("text;category\na;lost\n", "there is no column 'text'; columns: text;category"),
         ("text,category,text\n", "there are 2 columns 'text'; keep one"),
         ("text,category\n", "there is no row below the header"),
@@ -131,6 +133,10 @@ def test_many_equal_faults_are_one(file: Path, triage: Domain):
         (b"text,category\na,lost\n\xff\xfe,lost\n", "line 3: not UTF-8 (byte 0xff); save it as"),
         ("text,category\na\x00b,lost\n", "row 2: a NUL or half a surrogate pair in 'a\\x00b'"),
         ("text,category\n" + "x" * 4001 + ",lost\n", "row 2: input of domain support_triage: mes"),
+        (
+            "text,category\na,lost\nb,rate\na,rate\na,lost\n",
+            'rows 2, 4, 5: row 2 says {"priority": "high", "queue": "fraud"}; row 4 says ',
+        ),
         ("text,category\n" + "x" * 200_000 + ",lost\n", "after row 1: no CSV: field larger"),
     ],
 )
@@ -138,6 +144,12 @@ def test_what_is_wrong_is_said_with_its_place(
     file: Path, triage: Domain, content: str | bytes, said: str
 ):
     assert wrong(file, triage, content).startswith(said)
+
+
+def test_repeated_rows_and_labels_with_one_answer_contradict_nothing(file: Path, triage: Domain):
+    file.write_text("text,category\na,lost\na,lost\na,stolen\n")
+    task_map = MAP.model_copy(update={"labels": {"lost": "fraud", "stolen": "fraud"}})
+    assert len(read_tasks(file, task_map, triage, seed=1)) == 3
 
 
 def test_a_file_that_is_too_long_or_too_big(
@@ -149,14 +161,21 @@ def test_a_file_that_is_too_long_or_too_big(
     assert len(read_tasks(file, MAP, triage, seed=1)) == 11
     assert wrong(file, triage, rows + "b,lost\n") == "more than 11 rows; split the file"
     monkeypatch.setattr(importing, "MAX_BYTES", 20)
-    assert wrong(file, triage, rows) == "91 bytes; at most 20; split the file"
+    assert wrong(file, triage, rows) == "more than 20 bytes; shorten or split it"
 
 
 def test_a_file_that_is_not_there(file: Path, triage: Domain):
     with pytest.raises(InputError, match="cannot be read: No such file"):
         read_tasks(file, MAP, triage, seed=1)
-    with pytest.raises(InputError, match="cannot be read: Is a directory"):
-        read_map(file.parent)
+
+
+def test_what_may_never_end_is_not_read(file: Path, triage: Domain):
+    os.mkfifo(file)
+    for endless in (file, Path("/dev/zero"), file.parent):
+        with pytest.raises(InputError, match=f"^{endless}: no regular file; save it as one$"):
+            read_tasks(endless, MAP, triage, seed=1)
+        with pytest.raises(InputError, match="no regular file"):
+            read_map(endless)
 
 
 def test_a_domain_that_imports_nothing_says_so(file: Path, triage: Domain):
@@ -172,6 +191,9 @@ def test_a_domain_that_imports_nothing_says_so(file: Path, triage: Domain):
         ("input: text\nlabel: b\ncustomer: real\n", "customer: input should be 'generated'"),
         ("input: text\nlabel: b\nlabels: {a: 1}\n", "labels.a: input should be a valid string"),
         ("input: [text\n", "no YAML: while parsing"),
+        ("[" * 3_000, "no YAML: maximum recursion depth exceeded"),
+        ("input: 2026-13-45\n", "no YAML: month must be in 1..12"),
+        ("input: text # " + "x" * MAX_MAP_BYTES, f"more than {MAX_MAP_BYTES} bytes"),
         ("- input\n", "a map is an object with the keys input, label, labels, customer"),
     ],
 )

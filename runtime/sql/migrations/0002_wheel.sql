@@ -43,10 +43,13 @@ LANGUAGE sql AS $$
     ON CONFLICT (tenant_id, id) DO NOTHING
 $$;
 
--- Switch an alias; NULL lets it fall back to the base model. With p_repin, queued production runs
--- that are pinned to the policy before are pinned to the one after. Returns the change's id.
+-- Compare and switch an alias; NULL lets it fall back to the base model. With p_repin, queued
+-- production runs that are pinned to the policy before are pinned to the one after. Returns the
+-- change's id; NULL, and nothing is changed, where the alias does not resolve to p_expected (a
+-- policy's id, NULL: the base model) or resolves to p_policy already. Until the transaction ends,
+-- nobody else switches the alias.
 CREATE FUNCTION runtime.switch_alias_v1(
-    p_tenant text, p_domain text, p_alias text, p_policy jsonb, p_fallback jsonb,
+    p_tenant text, p_domain text, p_alias text, p_expected text, p_policy jsonb, p_fallback jsonb,
     p_by text, p_reason text, p_repin boolean
 ) RETURNS bigint LANGUAGE plpgsql AS $$
 DECLARE
@@ -57,6 +60,10 @@ BEGIN
     PERFORM pg_advisory_xact_lock(hashtext(p_tenant || '/' || p_domain || '/' || p_alias));
     SELECT policy INTO v_before FROM runtime.aliases
     WHERE tenant_id = p_tenant AND domain = p_domain AND alias = p_alias FOR UPDATE;
+    IF v_before ->> 'id' IS DISTINCT FROM p_expected
+       OR v_before ->> 'id' IS NOT DISTINCT FROM p_policy ->> 'id' THEN
+        RETURN NULL;
+    END IF;
     IF p_policy IS NULL THEN
         DELETE FROM runtime.aliases
         WHERE tenant_id = p_tenant AND domain = p_domain AND alias = p_alias;

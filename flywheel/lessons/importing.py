@@ -257,10 +257,11 @@ def _contradictions(told: Iterable[_Told], faults: _Faults) -> None:
         for each in found:
             first.setdefault(each.answer, each.by)
         if len(first) > 1:
+            shown = question.partition("\n")[0][:SHOWN]
             said = "; ".join(f"{by} says {answer}" for answer, by in first.items())
             for each in found:
                 if each.row:
-                    faults.add(each.row, f"{said}; keep one answer to {question[:SHOWN]}")
+                    faults.add(each.row, f"{said}; keep one answer to {shown}")
 
 
 def _json(value: Any) -> str:
@@ -303,8 +304,8 @@ def store_imported(
 
 
 def _asked(task: Task) -> str:
-    """The input for people to read, and a digest of all that an answer depends on."""
-    return f"{_json(task.input)} {content_digest(task.model_copy(update={'expectation': None}))}"
+    """The input for people to read; below it a digest of all that an answer depends on."""
+    return f"{_json(task.input)}\n{content_digest(task.model_copy(update={'expectation': None}))}"
 
 
 def _whole(
